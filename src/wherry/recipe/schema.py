@@ -1,0 +1,108 @@
+"""Every key that a recipe may hold. Few are ours: the rest are the libraries' own argument names, passed through."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Model(Section):
+    name: str
+    """A local folder (config.json and safetensors), a GGUF file, or a Hugging Face hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id; prepare records the commit."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you trust it by name."""
+
+
+class Data(Section):
+    train: str
+    """A JSONL or Parquet file, or a hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    split: str = "train"
+    """Split of a hub id."""
+    chat_template: str | None = None
+    """A Jinja file used in place of the tokenizer's own template."""
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What prepare does with rows longer than train.args.max_length; what it did is counted and printed."""
+
+
+class Train(Section):
+    objective: Literal["sft"] = "sft"
+    """sft: supervised fine-tuning on the assistant's tokens (preference pairs: on the chosen answer)."""
+    tuning: Literal["lora", "qlora", "full"] = "lora"
+    """lora: 16-bit base; qlora: base in NF4 with double quantisation (arXiv:2305.14314); full: every weight."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """trl.SFTConfig (and so transformers.TrainingArguments)."""
+    lora: dict[str, Any] = Field(default_factory=dict)
+    """peft.LoraConfig. Defaults: r=16, lora_alpha=32, target_modules=all-linear."""
+    quantization: dict[str, Any] = Field(default_factory=dict)
+    """transformers.BitsAndBytesConfig, for qlora."""
+
+
+class Merge(Section):
+    pass
+
+
+class Serve(Section):
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """vLLM's engine and API server arguments, with underscores."""
+    ready_timeout: float = Field(3600, gt=0)
+    """Seconds until a server that is not ready counts as failed. A 70B model may load for half an hour."""
+    drain_timeout: float = Field(30, ge=0)
+    """Seconds that running requests get to finish after SIGTERM."""
+
+
+class Eval(Section):
+    tasks: list[str] = Field(default_factory=list)
+    """inspect-ai task files (path or path@task), run in this order."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """inspect_ai.eval: temperature, max_tokens, limit, max_connections, seed, …"""
+
+
+class Recipe(Section):
+    model: Model
+    data: Data
+    train: Train = Field(default_factory=Train)
+    merge: Merge = Field(default_factory=Merge)
+    serve: Serve = Field(default_factory=Serve)
+    eval: Eval = Field(default_factory=Eval)
+
+
+# Passed-through names that Wherry itself decides, and why a recipe cannot.
+DECIDED_HERE: dict[str, dict[str, str]] = {
+    "train.args": {
+        "output_dir": "checkpoints live in the run directory: choose it with --run or WHERRY_RUNS",
+        "resume_from_checkpoint": "train resumes by itself from the newest complete checkpoint",
+        "overwrite_output_dir": "choose another run with --run",
+        "assistant_only_loss": "prepare masks everything but the assistant's tokens for any template",
+        "completion_only_loss": "prepare masks the prompt of prompt/completion rows",
+        "dataset_text_field": "prepare reads messages, prompt/completion or preference rows",
+        "dataset_kwargs": "the data is tokenised by prepare",
+        "chat_template_path": "use data.chat_template",
+        "eos_token": "prepare takes it from the model and writes it into the token contract",
+        "pad_token": "prepare takes a reserved token and writes it into the token contract",
+        "model_init_kwargs": "use model and train.quantization",
+        "trust_remote_code": "use model.trust_remote_code",
+        "use_cpu": "a machine without a GPU is detected",
+        "deepspeed": "sharding is not part of this version",
+        "fsdp": "sharding is not part of this version",
+        "push_to_hub": "training may run offline: upload the merged folder afterwards",
+    },
+    "serve.vllm": {
+        "model": "use --model base or --model merged",
+        "tokenizer": "the run's own tokenizer is served",
+        "served_model_name": "it is the run's name",
+        "host": "the server listens on loopback",
+        "port": "use serve --port, or let a free one be found",
+        "api_key": "a key is made for every server and kept in a file that only you can read",
+        "middleware": "the key is checked by Wherry's own, on every path",
+        "trust_remote_code": "use model.trust_remote_code",
+    },
+}

@@ -1,0 +1,162 @@
+"""The run directory: what each mode leaves for the next, and how one knows that it is whole.
+
+    $WHERRY_RUNS/<name>/recipe.yaml          the resolved recipe, with the origin of every value
+                        manifest.json        versions, machine, job, model revision, token contract, one record a mode
+                        <mode>/inputs.json   the part of the recipe that this mode's work depends on
+                        <mode>/complete.json written last: the mode's work is all there
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from wherry.errors import WherryError
+from wherry.files import read_json, write_atomic, write_json
+from wherry.recipe import Recipe, Resolved, load
+from wherry.recipe.load import leaves
+
+# What a mode's result depends on. A run whose finished work would no longer fit the recipe is refused.
+DEPENDS_ON: dict[str, tuple[str, ...]] = {
+    "prepare": ("model", "data", "train.objective", "train.args.max_length"),
+    "train": ("train",),
+    "merge": ("merge",),
+}
+
+
+class Run:
+    """One run directory. Raises WherryError where it does not fit the recipe or the mode asked for."""
+
+    def __init__(self, name: str, resolved: Resolved) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise WherryError(f"run name {name!r}", "--run", "use letters, digits, '.', '_' and '-'")
+        self.name = name
+        self.path = runs_root() / name
+        self.resolved = resolved
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.resolved.recipe
+
+    def dir(self, mode: str) -> Path:
+        return self.path / mode
+
+    # -- opening --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, recipe: str | None, name: str | None, overrides: list[str]) -> Run:
+        """The run of a recipe file, of a name, or of both (a recipe under another name)."""
+        if recipe is None and name is None:
+            raise WherryError(
+                "neither a recipe nor a run is given", "command line", "wherry MODE recipes/demo.yaml, or --run NAME"
+            )
+        if recipe is None:
+            path = runs_root() / str(name) / "recipe.yaml"
+            if not path.is_file():
+                known = sorted(p.parent.name for p in runs_root().glob("*/recipe.yaml"))
+                raise WherryError(
+                    f"no run {name!r}",
+                    str(path.parent),
+                    f"runs here: {', '.join(known)}" if known else "start it with a recipe, or set WHERRY_RUNS",
+                )
+        else:
+            path = Path(recipe)
+        run = cls(name or path.stem, load(path, overrides))
+        run._refuse_another_recipe()
+        return run
+
+    def _refuse_another_recipe(self) -> None:
+        for mode in DEPENDS_ON:
+            path = self.dir(mode) / "inputs.json"
+            if not path.is_file():
+                continue
+            before, now = read_json(path), self._inputs(mode)
+            for key in sorted({*before, *now}):
+                if before.get(key) != now.get(key):
+                    raise WherryError(
+                        f"run {self.name!r} was made with another recipe: {key} was {before.get(key)!r}, "
+                        f"now {now.get(key)!r}",
+                        str(path),
+                        f"use --run NEW_NAME, or remove {self.dir(mode)} (and what follows it) to do it again",
+                    )
+
+    def _inputs(self, mode: str) -> dict[str, Any]:
+        flat = dict(leaves(self.recipe.model_dump(mode="json")))
+        wanted = DEPENDS_ON[mode]
+        return {k: v for k, v in flat.items() if any(k == w or k.startswith(f"{w}.") for w in wanted)}
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def is_complete(self, mode: str) -> bool:
+        return (self.dir(mode) / "complete.json").is_file()
+
+    def require(self, mode: str) -> None:
+        """Raises WherryError where an earlier mode has not finished."""
+        if not self.is_complete(mode):
+            state = "not finished" if self.dir(mode).is_dir() else "not there"
+            raise WherryError(
+                f"{mode} of run {self.name!r} is {state}", str(self.dir(mode)), f"wherry {mode} --run {self.name}"
+            )
+
+    def manifest(self) -> dict[str, Any]:
+        path = self.path / "manifest.json"
+        return read_json(path) if path.is_file() else {"name": self.name, "modes": {}}
+
+    def update_manifest(self, **values: Any) -> None:
+        """Change top-level entries; modes={mode: record} adds to the records that are there."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.path / ".manifest.lock"):
+            manifest = self.manifest()
+            manifest["modes"].update(values.pop("modes", {}))
+            manifest.update(values)
+            write_json(self.path / "manifest.json", manifest)
+
+    # -- doing ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def work(self, mode: str) -> Iterator[dict[str, Any]]:
+        """The frame of a mode's work. Yields a record to add to; completeness is marked when the block ends well."""
+        from wherry.version import provenance
+
+        folder = self.dir(mode)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.path / "recipe.yaml", self.resolved.to_yaml())
+        if mode in DEPENDS_ON:
+            write_json(folder / "inputs.json", self._inputs(mode))
+        record: dict[str, Any] = {"provenance": provenance()}
+        earlier = self.manifest()["modes"].get(mode, {}).get("seconds", 0.0) if not self.is_complete(mode) else 0.0
+        started = time.time()
+
+        def spent() -> dict[str, Any]:
+            return {
+                "started": started,
+                "seconds": round(earlier + time.time() - started, 2),
+                "peak_rss_bytes": peak_rss_bytes(),
+            }
+
+        try:
+            yield record
+        except BaseException as error:
+            self.update_manifest(modes={mode: {**record, **spent(), "complete": False, "ended_by": repr(error)[:500]}})
+            raise
+        record |= spent() | {"complete": True}
+        self.update_manifest(modes={mode: record})
+        if mode != "serve":  # a server has no finished work to mark
+            write_json(folder / "complete.json", {"finished": time.time(), "seconds": record["seconds"]})
+
+
+def runs_root() -> Path:
+    return Path(os.environ.get("WHERRY_RUNS", "runs"))
+
+
+def peak_rss_bytes() -> int:
+    """The largest resident set of this process or of any child that has ended (ru_maxrss is in KiB on Linux)."""
+    return 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
