@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# What both images run. A mode of Wherry goes to its own script where something must be set before Python starts,
+# otherwise straight to Python; any other command is run as it is:
+#
+#   entrypoint.sh train recipes/demo.yaml      entrypoint.sh wherry --help      entrypoint.sh bash
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+main() {
+  local -r word=${1:---help}
+  case ${word} in
+    train | merge | serve | eval)
+      shift
+      exec "${here}/${word}.sh" "$@"
+      ;;
+    prepare | wait | report | version | -*)
+      # shellcheck source=entrypoints/environment.sh
+      source "${here}/environment.sh"
+      exec "${wherry[@]}" "$@"
+      ;;
+    *) exec "$@" ;;
+  esac
+}
+
+main "$@"
