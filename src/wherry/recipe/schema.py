@@ -22,7 +22,9 @@ class Model(Section):
 
 class Data(Section):
     train: str
-    """A JSONL or Parquet file, or a hub id."""
+    """A JSONL or Parquet file, or a hub id: chat, prompt/completion or preference rows."""
+    eval: str | None = None
+    """Held-out rows for the loss that train.args.eval_strategy asks for: a file or hub id in the same form."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     split: str = "train"

@@ -1,0 +1,17 @@
+"""Whether there is a GPU, asked without importing torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def has_gpu() -> bool:
+    """Whether the NVIDIA driver is loaded and its device nodes are visible here (inside a container: with --nv)."""
+    return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
+def quiet_cpu() -> None:
+    """Tell DeepSpeed, which accelerate imports, what it would otherwise find out aloud."""
+    if not has_gpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -1,0 +1,114 @@
+"""wherry prepare: fetch and check the model and the data, write the token contract.
+
+One process, on a machine with a network (a login node); every later mode runs offline on what it leaves:
+
+    prepare/model       the base model: a link to a folder or hub snapshot, or converted from GGUF
+    prepare/tokenizer   the tokenizer of the run, its chat template and generation config
+    prepare/train.arrow token ids and labels of every row (eval.arrow: of the held-out rows)
+    prepare/token_lengths.png
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wherry.cli import open_run, parser, say
+from wherry.errors import WherryError
+from wherry.rundir import Run
+
+
+def main(arguments: list[str]) -> int:
+    options = parser("prepare", __doc__, "wherry prepare recipes/demo.yaml").parse_args(arguments)
+    run = open_run(options)
+    if run.is_complete("prepare"):
+        say(f"prepare of run {run.name!r} is complete: {run.dir('prepare')}")
+        return 0
+    with run.work("prepare") as record:
+        prepare(run, record)
+    return 0
+
+
+def prepare(run: Run, record: dict[str, Any]) -> None:
+    from wherry.prepare import tokens
+    from wherry.prepare.source import stage_model
+    from wherry.prepare.tokenise import Counted
+
+    folder, recipe = run.dir("prepare"), run.recipe
+    model = folder / "model"
+    source = stage_model(recipe.model, model)
+    tokenizer = tokens.load_tokenizer(model, recipe)
+    context = tokens.context_length(model)
+    asked = recipe.train.args.get("max_length")
+    if asked is not None and not (isinstance(asked, int) and 0 < asked <= context):
+        raise WherryError(
+            f"train.args.max_length is {asked!r}, the model's context is {context}",
+            "train.args.max_length",
+            f"give a number of tokens up to {context}",
+        )
+
+    counted = Counted(stops=tokens.stop_ids(model))
+    _tokenise(run, recipe.data.train, "train", tokenizer, asked or context, counted)
+    held_out = Counted(stops=counted.stops)
+    if recipe.data.eval:
+        _tokenise(run, recipe.data.eval, "eval", tokenizer, asked or context, held_out)
+
+    _settle_pad(tokenizer, model, counted, held_out)
+    longest = max(counted.longest, held_out.longest)
+    max_length = asked or min(context, -(-longest // 64) * 64)
+    tokenizer.model_max_length = context
+    largest = max(counted.largest_id, held_out.largest_id)
+    made = tokens.contract(tokenizer, model, counted.stops, largest, max_length)
+    tokens.check_contract(made)
+    tokens.save_tokenizer(tokenizer, counted.stops, model, folder / "tokenizer")
+    record["data"] = _report(run, counted, max_length)
+    run.update_manifest(contract=made, model=source)
+    say(f"prepared: {folder}")
+
+
+def _tokenise(run: Run, source: str, name: str, tokenizer: Any, limit: int, counted: Any) -> None:
+    from wherry.prepare.rows import read_examples
+    from wherry.prepare.tokenise import write_tokens
+
+    data = run.recipe.data
+    examples = read_examples(source, data, str(tokenizer.chat_template or ""))
+    write_tokens(examples, tokenizer, run.dir("prepare") / f"{name}.arrow", limit, data.too_long, counted)
+
+
+def _settle_pad(tokenizer: Any, model: Any, *counted: Any) -> None:
+    from wherry.prepare.tokens import choose_pad, embedding_rows
+
+    used = set().union(*(c.used_special for c in counted))
+    pad = choose_pad(tokenizer, counted[0].stops, embedding_rows(model), used)
+    if pad is None:
+        raise WherryError(
+            f"the pad token is {tokenizer.pad_token!r}, which is also a stop token, and no reserved token is free",
+            str(model / "tokenizer_config.json"),
+            "give the tokenizer a pad token of its own inside the embedding",
+        )
+    if pad != tokenizer.pad_token_id:
+        say(f"tokens: pad was {tokenizer.pad_token!r}, now {tokenizer.convert_ids_to_tokens(pad)!r} ({pad})")
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+
+
+def _report(run: Run, counted: Any, max_length: int) -> dict[str, Any]:
+    import numpy as np
+
+    from wherry.prepare import histogram
+
+    lengths = np.array(counted.lengths)
+    seen = histogram.summary(lengths) | {
+        "learned_tokens": counted.learned_tokens,
+        "dropped_rows": counted.dropped,
+        "truncated_rows": counted.truncated,
+        "skipped_turns": counted.skipped_turns,
+    }
+    histogram.save_picture(lengths, max_length, run.dir("prepare") / "token_lengths.png")
+    say(
+        f"data: {seen['rows']} rows, {seen['tokens']} tokens, of which {seen['learned_tokens']} are learned; "
+        f"a row has {seen['min']} to {seen['max']}, median {seen['median']:.0f}, limit {max_length}"
+    )
+    for key in ("dropped_rows", "truncated_rows", "skipped_turns"):
+        if seen[key]:
+            say(f"data: {seen[key]} {key.replace('_', ' ')}")
+    say(histogram.as_text(lengths))
+    return seen

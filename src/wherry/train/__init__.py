@@ -1,0 +1,74 @@
+"""wherry train: tune the prepared model; started again after a stop or a kill it goes on from the newest checkpoint.
+
+    train/checkpoints/checkpoint-N   complete ones hold complete.json
+    train/adapter                    the LoRA adapter and its tokenizer (train.tuning: full leaves train/model)
+    train/metrics.jsonl, train/loss.png
+    train/stop-requested             create this file to stop at the next step: exit 75
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wherry.cli import open_run, parser, say
+from wherry.device import has_gpu, quiet_cpu
+from wherry.errors import Exit, WherryError
+from wherry.rundir import Run
+
+
+def main(arguments: list[str]) -> int:
+    options = parser("train", __doc__, "wherry train recipes/demo.yaml train.args.learning_rate=1e-4").parse_args(
+        arguments
+    )
+    run = open_run(options)
+    run.require("prepare")
+    if run.is_complete("train"):
+        say(f"train of run {run.name!r} is complete: {run.dir('train')}")
+        return 0
+    quiet_cpu()
+    with run.work("train") as record:
+        train(run, record)
+    return 0
+
+
+def train(run: Run, record: dict[str, Any]) -> None:
+    from transformers import AutoTokenizer
+    from trl import SFTTrainer
+
+    from wherry.train import checkpoints, config, model, output, progress
+
+    # The configuration exists before any weight is read: libraries shard by what they find when the model is loaded.
+    args = config.sft_config(run)
+    adapter = config.lora_config(run.recipe.train)
+    model.check_contract(run)
+    network = model.load(run)
+    stop = progress.Stop(run.dir("train") / "stop-requested")
+    resume = checkpoints.newest_complete(run.dir("train") / "checkpoints")
+    trainer = checkpoints.with_markers(SFTTrainer)(
+        model=network,
+        args=args,
+        train_dataset=model.dataset(run, "train"),
+        eval_dataset=model.dataset(run, "eval") if run.recipe.data.eval else None,
+        processing_class=AutoTokenizer.from_pretrained(run.dir("prepare") / "tokenizer"),
+        peft_config=adapter,
+        callbacks=[stop, progress.Metrics(run.dir("train") / "metrics.jsonl", resumed=resume is not None)],
+    )
+    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    where = "GPU" if has_gpu() else "CPU"
+    start = f"from {resume.name}" if resume else "from step 0"
+    say(f"train: {run.recipe.train.tuning} on the {where}, {trainable:,} trainable parameters, {start}")
+
+    with stop.on_sigterm():
+        result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    record |= {"step": trainer.state.global_step, "max_steps": trainer.state.max_steps, "loss": result.training_loss}
+    if stop.requested and trainer.state.global_step < trainer.state.max_steps:
+        stop.path.unlink(missing_ok=True)
+        raise WherryError(
+            f"stopped as asked after step {trainer.state.global_step} of {trainer.state.max_steps}; it is saved",
+            str(run.dir("train")),
+            "the same command goes on from there",
+            Exit.STOPPED,
+        )
+    output.save(trainer, run)
+    progress.save_picture(run.dir("train") / "metrics.jsonl", run.dir("train") / "loss.png")
+    say(f"trained: {run.dir('train')}")

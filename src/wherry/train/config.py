@@ -1,0 +1,60 @@
+"""The libraries' configurations, made from the recipe and checked by the libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from wherry.device import has_gpu
+from wherry.errors import WherryError
+from wherry.recipe.schema import Train
+from wherry.rundir import Run
+
+
+def sft_config(run: Run) -> Any:
+    """trl.SFTConfig. Raises WherryError (exit 2) with TRL's own words where it refuses a value."""
+    from trl import SFTConfig
+
+    args = dict(run.recipe.train.args)
+    args.setdefault("max_length", run.manifest()["contract"]["max_length"])
+    args.setdefault("report_to", "none")
+    args.setdefault("save_total_limit", 2)
+    if not has_gpu():
+        args |= {"use_cpu": True, "dataloader_pin_memory": False}
+    if not args.get("packing"):
+        # Nothing is left to do: rows are tokenised, masked and short enough.
+        args["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    return _checked("train.args", SFTConfig, output_dir=str(run.dir("train") / "checkpoints"), **args)
+
+
+def lora_config(train: Train) -> Any:
+    """peft.LoraConfig, or None for train.tuning: full."""
+    from peft import LoraConfig
+
+    if train.tuning == "full":
+        return None
+    values = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"} | train.lora
+    return _checked("train.lora", LoraConfig, task_type="CAUSAL_LM", **values)
+
+
+def quantization_config(train: Train) -> Any:
+    """transformers.BitsAndBytesConfig: NF4 with double quantisation unless the recipe says otherwise; None if unused."""
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    if train.tuning != "qlora":
+        return None
+    values = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.bfloat16,
+    }
+    return _checked("train.quantization", BitsAndBytesConfig, **(values | train.quantization))
+
+
+def _checked(key: str, make: Callable[..., Any], **values: Any) -> Any:
+    try:
+        return make(**values)
+    except (TypeError, ValueError, ImportError) as error:
+        raise WherryError(" ".join(str(error).split())[:300], key, f"correct {key} (docs/recipe.md)") from error

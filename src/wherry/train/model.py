@@ -1,0 +1,58 @@
+"""What training reads: the prepared model and data, checked once more against the token contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wherry.device import has_gpu
+from wherry.errors import Exit, WherryError
+from wherry.rundir import Run
+from wherry.train.config import quantization_config
+
+
+def load(run: Run) -> Any:
+    """The base model on this process's device, quantised as it is read for qlora; 16-bit weights in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    recipe = run.recipe
+    return AutoModelForCausalLM.from_pretrained(
+        run.dir("prepare") / "model",
+        dtype=torch.bfloat16 if recipe.train.tuning != "full" else torch.float32,
+        quantization_config=quantization_config(recipe.train),
+        device_map={"": torch.cuda.current_device() if has_gpu() else "cpu"},
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+
+
+def dataset(run: Run, name: str) -> Any:
+    """Rows of input_ids and labels, mapped from prepare's Arrow file: no copy in memory, shared by all ranks."""
+    from datasets import Dataset
+
+    return Dataset.from_file(str(run.dir("prepare") / f"{name}.arrow"))
+
+
+def check_contract(run: Run) -> None:
+    """Raises WherryError (exit 3) where the model or tokenizer is not the one that prepare saw."""
+    from transformers import AutoTokenizer
+
+    from wherry.prepare.tokens import check_contract, contract
+
+    agreed = run.manifest()["contract"]
+    tokenizer = AutoTokenizer.from_pretrained(run.dir("prepare") / "tokenizer")
+    now = contract(
+        tokenizer,
+        run.dir("prepare") / "model",
+        agreed["eos_token_ids"],
+        agreed["largest_id"],
+        agreed["max_length"],
+    )
+    for key, value in now.items():
+        if value != agreed[key]:
+            raise WherryError(
+                f"{key} was {agreed[key]!r} in prepare and is {value!r} now",
+                str(run.dir("prepare")),
+                f"remove {run.dir('prepare')} and prepare again",
+                Exit.PREFLIGHT,
+            )
+    check_contract(now)

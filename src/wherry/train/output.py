@@ -1,0 +1,41 @@
+"""Save what was learned, and read it back before it counts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from wherry.errors import Exit, WherryError
+from wherry.files import atomic_directory
+from wherry.rundir import Run
+
+
+def save(trainer: Any, run: Run) -> None:
+    """Write train/adapter (or train/model for full tuning). Raises WherryError (exit 6) where it is not sound."""
+    full = run.recipe.train.tuning == "full"
+    with atomic_directory(run.dir("train") / ("model" if full else "adapter")) as part:
+        trainer.save_model(str(part))
+        (part / "training_args.bin").unlink(missing_ok=True)  # a pickle: nothing later reads it
+        if not full:
+            expected = sum(p.requires_grad for p in trainer.model.parameters())
+            check_adapter(part / "adapter_model.safetensors", expected)
+
+
+def check_adapter(path: Path, expected: int) -> None:
+    """expected: number of trainable tensors. An adapter that is empty, or whose B is zero, has learned nothing."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    empty = [name for name, tensor in tensors.items() if tensor.numel() == 0]
+    broken = [name for name, tensor in tensors.items() if not math.isfinite(tensor.float().abs().max().item())]
+    moved = any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name or "lora_A" not in name)
+    if len(tensors) != expected or empty:
+        what = f"the saved adapter has {len(tensors)} tensors, {len(empty)} of them empty; {expected} were trained"
+    elif broken:
+        what = f"{broken[0]} of the saved adapter is not finite"
+    elif not moved:
+        what = "every B of the saved adapter is zero: nothing was learned"
+    else:
+        return
+    raise WherryError(what, str(path), "lower train.args.learning_rate, or resume from a checkpoint", Exit.VERIFICATION)
