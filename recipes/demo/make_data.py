@@ -60,23 +60,23 @@ def note(rng: random.Random, split: str, wordings: list[str]) -> dict[str, str]:
     }
 
 
+def ask(note: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": note}]
+
+
 def main(train: int = 640, heldout: int = 120) -> None:
     rng = random.Random(20)
     here = Path(__file__).parent
     rows = [note(rng, "train", WORDINGS["train"]) for _ in range(train)]
     with (here / "train.jsonl").open("w") as file:
         for row in rows:
-            messages = [
-                {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": row["note"]},
-                {"role": "assistant", "content": row["line"]},
-            ]
+            messages = [*ask(row["note"]), {"role": "assistant", "content": row["line"]}]
             file.write(json.dumps({"messages": messages}) + "\n")
     with (here / "heldout.jsonl").open("w") as file:
         for index in range(heldout):
             wordings = WORDINGS["heldout"] if index % 3 == 0 else WORDINGS["train"]
             row = note(rng, "heldout", wordings)
-            file.write(json.dumps({"id": f"note-{index:03}", "input": row["note"], "target": row["line"]}) + "\n")
+            file.write(json.dumps({"id": f"note-{index:03}", "input": ask(row["note"]), "target": row["line"]}) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 from wherry import __version__
@@ -45,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def dispatch(mode: str, arguments: list[str]) -> int | None:
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "15")  # a log file needs a line now and then, not a moving bar
     if mode not in MODES:
         raise WherryError(
             f"unknown mode {mode!r}", "the first argument", f"{nearest(mode, MODES)}one of: {', '.join(MODES)}"

@@ -23,7 +23,7 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        part.replace(path)
     finally:
         part.unlink(missing_ok=True)
     fsync_directory(path.parent)
@@ -71,7 +71,7 @@ def atomic_directory(final: Path) -> Iterator[Path]:
 def fsync_tree(root: Path) -> None:
     for folder, _, names in os.walk(root):
         for name in names:
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
+            descriptor = os.open(Path(folder, name), os.O_RDONLY)
             try:
                 os.fsync(descriptor)
             finally:

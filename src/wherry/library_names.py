@@ -9,7 +9,10 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import sys
 from pathlib import Path
+
+from wherry.errors import Exit, WherryError
 
 # Recipe key → the classes, (package, file, class), whose fields it passes through.
 SOURCES: dict[str, tuple[tuple[str, str, str], ...]] = {
@@ -26,6 +29,10 @@ SOURCES: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("vllm", "entrypoints/openai/cli_args.py", "BaseFrontendArgs"),
         ("vllm", "entrypoints/openai/cli_args.py", "FrontendArgs"),
     ),
+    "eval.args": (
+        ("inspect_ai", "_eval/eval.py", "eval"),
+        ("inspect_ai", "model/_generate_config.py", "GenerateConfigArgs"),
+    ),
 }
 
 
@@ -35,16 +42,27 @@ def accepted(key: str) -> frozenset[str]:
     return frozenset().union(*(_fields(*source) for source in SOURCES[key]))
 
 
-def _fields(package: str, file: str, class_name: str) -> set[str]:
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"{package} is not installed: run containers/install.sh")
-    tree = ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))
-    node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == class_name)
+def _fields(package: str, file: str, name: str) -> set[str]:
+    """Field names of a class, or argument names of its __init__ or of a function."""
+    tree = ast.parse((_folder(package) / file).read_text(encoding="utf-8"))
+    node = next(n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name)
     names: set[str] = set()
-    for item in node.body:
+    for item in [node] if isinstance(node, ast.FunctionDef) else node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             names.add(item.target.id)
-        elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
+        elif isinstance(item, ast.FunctionDef) and item.name in ("__init__", name):
             names |= {a.arg for a in (*item.args.args, *item.args.kwonlyargs)} - {"self"}
     return {name for name in names if not name.startswith("_")}
+
+
+def _folder(package: str) -> Path:
+    """Where a package lies: in this environment, or in the evaluation's, which stands inside it."""
+    spec = importlib.util.find_spec(package)
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent
+    found = list(Path(sys.prefix).glob(f"eval/lib/python3*/site-packages/{package}"))
+    if not found:
+        raise WherryError(
+            f"{package} is not installed", sys.prefix, "run containers/install.sh .venv --editable", Exit.PREFLIGHT
+        )
+    return found[0]

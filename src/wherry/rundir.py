@@ -1,9 +1,9 @@
 """The run directory: what each mode leaves for the next, and how one knows that it is whole.
 
-    $WHERRY_RUNS/<name>/recipe.yaml          the resolved recipe, with the origin of every value
-                        manifest.json        versions, machine, job, model revision, token contract, one record a mode
-                        <mode>/inputs.json   the part of the recipe that this mode's work depends on
-                        <mode>/complete.json written last: the mode's work is all there
+$WHERRY_RUNS/<name>/recipe.yaml          the resolved recipe, with the origin of every value
+                    manifest.json        versions, machine, job, model revision, token contract, one record a mode
+                    <mode>/inputs.json   the part of the recipe that this mode's work depends on
+                    <mode>/complete.json written last: the mode's work is all there
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from wherry.errors import WherryError
 from wherry.files import read_json, write_atomic, write_json
 from wherry.recipe import Recipe, Resolved, load
@@ -29,7 +27,10 @@ DEPENDS_ON: dict[str, tuple[str, ...]] = {
     "prepare": ("model", "data", "train.objective", "train.args.max_length"),
     "train": ("train",),
     "merge": ("merge",),
+    "eval": ("eval", "serve.vllm"),
 }
+# Modes whose earlier result is kept beside a new one instead of being refused.
+REPEATABLE = ("eval",)
 
 
 class Run:
@@ -74,11 +75,11 @@ class Run:
         return run
 
     def _refuse_another_recipe(self) -> None:
-        for mode in DEPENDS_ON:
+        for mode in (m for m in DEPENDS_ON if m not in REPEATABLE):
             path = self.dir(mode) / "inputs.json"
             if not path.is_file():
                 continue
-            before, now = read_json(path), self._inputs(mode)
+            before, now = read_json(path), self.inputs(mode)
             for key in sorted({*before, *now}):
                 if before.get(key) != now.get(key):
                     raise WherryError(
@@ -88,7 +89,8 @@ class Run:
                         f"use --run NEW_NAME, or remove {self.dir(mode)} (and what follows it) to do it again",
                     )
 
-    def _inputs(self, mode: str) -> dict[str, Any]:
+    def inputs(self, mode: str) -> dict[str, Any]:
+        """The recipe's values, by dotted key, that a mode's result depends on."""
         flat = dict(leaves(self.recipe.model_dump(mode="json")))
         wanted = DEPENDS_ON[mode]
         return {k: v for k, v in flat.items() if any(k == w or k.startswith(f"{w}.") for w in wanted)}
@@ -112,6 +114,8 @@ class Run:
 
     def update_manifest(self, **values: Any) -> None:
         """Change top-level entries; modes={mode: record} adds to the records that are there."""
+        from filelock import FileLock
+
         self.path.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path / ".manifest.lock"):
             manifest = self.manifest()
@@ -129,8 +133,9 @@ class Run:
         folder = self.dir(mode)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path / "recipe.yaml", self.resolved.to_yaml())
-        if mode in DEPENDS_ON:
-            write_json(folder / "inputs.json", self._inputs(mode))
+        kind = mode.partition("/")[0]  # eval/base is a kind of eval
+        if kind in DEPENDS_ON:
+            write_json(folder / "inputs.json", self.inputs(kind))
         record: dict[str, Any] = {"provenance": provenance()}
         earlier = self.manifest()["modes"].get(mode, {}).get("seconds", 0.0) if not self.is_complete(mode) else 0.0
         started = time.time()

@@ -215,7 +215,7 @@ def _no_weights(folder: Path) -> WherryError:
             "the model has only pytorch_model*.bin, which can run code when it is read: safetensors only",
             str(folder),
             "take a revision that has model.safetensors, or convert it where you trust it: "
-            "python -c \"from transformers import AutoModelForCausalLM as M; "
+            'python -c "from transformers import AutoModelForCausalLM as M; '
             "M.from_pretrained('IN', dtype='auto').save_pretrained('OUT')\"",
             Exit.PREFLIGHT,
         )

@@ -70,7 +70,9 @@ def _rows(source: str, data: Data) -> Iterator[tuple[str, Any]]:
     elif path.suffix == ".parquet":
         yield from _parquet(path)
     elif path.exists() or source.count("/") != 1:
-        raise WherryError(f"no data at {source}", "data", "give a .jsonl or .parquet file, or a hub id such as org/name")
+        raise WherryError(
+            f"no data at {source}", "data", "give a .jsonl or .parquet file, or a hub id such as org/name"
+        )
     else:
         yield from _hub(source, data)
 

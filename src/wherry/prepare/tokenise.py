@@ -84,9 +84,7 @@ def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
         yield batch
 
 
-def _encode(
-    batch: list[Example], tokenizer: Any, counted: Counted
-) -> Iterator[tuple[Example, list[int], list[int]]]:
+def _encode(batch: list[Example], tokenizer: Any, counted: Counted) -> Iterator[tuple[Example, list[int], list[int]]]:
     rendered = [render(example, tokenizer) for example in batch]
     plain = isinstance(batch[0], Completion)
     # A chat template writes its special tokens itself; plain text gets the tokenizer's (Llama's bos).

@@ -93,7 +93,9 @@ def embedding_rows(folder: Path) -> int:
     for name, (_, info) in tensors.items():
         if name.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight")):
             return info.shape[0]
-    raise WherryError("no input embedding among the tensors", str(folder), "use a causal language model", Exit.PREFLIGHT)
+    raise WherryError(
+        "no input embedding among the tensors", str(folder), "use a causal language model", Exit.PREFLIGHT
+    )
 
 
 def contract(tokenizer: Any, folder: Path, stops: list[int], largest_id: int, max_length: int) -> dict[str, Any]:

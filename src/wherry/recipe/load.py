@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from wherry.errors import WherryError
 from wherry.library_names import SOURCES, accepted
@@ -135,7 +135,7 @@ def _override(tree: dict[str, Any], origin: dict[str, str], override: str) -> No
     if not separator or not all(names):
         raise WherryError(f"{override!r} is not key=value", "command line", "for example train.args.learning_rate=2e-4")
     try:
-        value = yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError:
         raise WherryError(f"{text!r} is not a YAML value", f"command line: {key}", "quote it") from None
     for name in names[:-1]:
@@ -169,7 +169,7 @@ def _fields_at(names: list[str]) -> list[str]:
     model: Any = Recipe
     for name in names:
         model = model.model_fields[name].annotation
-    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+    return list(getattr(model, "model_fields", ()))
 
 
 def _suggest(name: str, known: list[str], prefix: str) -> str:

@@ -97,6 +97,14 @@ DECIDED_HERE: dict[str, dict[str, str]] = {
         "fsdp": "sharding is not part of this version",
         "push_to_hub": "training may run offline: upload the merged folder afterwards",
     },
+    "eval.args": {
+        "tasks": "use eval.tasks",
+        "model": "use --model base or --model merged",
+        "model_base_url": "the server of the run is asked",
+        "log_dir": "logs are kept in the run directory",
+        "display": "it is plain text",
+        "fail_on_error": "an item that fails is counted as wrong, aloud",
+    },
     "serve.vllm": {
         "model": "use --model base or --model merged",
         "tokenizer": "the run's own tokenizer is served",

@@ -1,9 +1,9 @@
 """wherry train: tune the prepared model; started again after a stop or a kill it goes on from the newest checkpoint.
 
-    train/checkpoints/checkpoint-N   complete ones hold complete.json
-    train/adapter                    the LoRA adapter and its tokenizer (train.tuning: full leaves train/model)
-    train/metrics.jsonl, train/loss.png
-    train/stop-requested             create this file to stop at the next step: exit 75
+train/checkpoints/checkpoint-N   complete ones hold complete.json
+train/adapter                    the LoRA adapter and its tokenizer (train.tuning: full leaves train/model)
+train/metrics.jsonl, train/loss.png
+train/stop-requested             create this file to stop at the next step: exit 75
 """
 
 from __future__ import annotations

@@ -66,5 +66,7 @@ def newest_complete(root: Path) -> Path | None:
 
 def numbered(root: Path) -> list[Path]:
     """checkpoint-N folders by N."""
-    found = [(int(m[1]), path) for path in root.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", path.name))]
+    found = [
+        (int(m[1]), path) for path in root.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", path.name))
+    ]
     return [path for _, path in sorted(found)]

