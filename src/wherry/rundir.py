@@ -91,7 +91,7 @@ class Run:
 
     def inputs(self, mode: str) -> dict[str, Any]:
         """The recipe's values, by dotted key, that a mode's result depends on."""
-        flat = dict(leaves(self.recipe.model_dump(mode="json")))
+        flat = {k: v for k, v in leaves(self.recipe.model_dump(mode="json")) if v != {}}
         wanted = DEPENDS_ON[mode]
         return {k: v for k, v in flat.items() if any(k == w or k.startswith(f"{w}.") for w in wanted)}
 
