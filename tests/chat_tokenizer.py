@@ -25,7 +25,10 @@ DROPS_SYSTEM = (
     "{% if add_generation_prompt %}A:{% endif %}"
 )
 # Ends a turn with ordinary text.
-NO_STOP = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+NO_STOP = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|bot|>", "<|reserved_0|>", "<|reserved_1|>"]
 

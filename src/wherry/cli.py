@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from wherry.errors import WherryError
 from wherry.nearest import nearest
@@ -13,6 +13,9 @@ from wherry.rundir import Run
 
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are three lines and exit 2."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return self.parse_intermixed_args(args, namespace)  # RECIPE --run NAME key=value, in any order
 
     def error(self, message: str) -> NoReturn:
         options = [option for action in self._actions for option in action.option_strings]

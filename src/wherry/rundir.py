@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ class Run:
     def _refuse_another_recipe(self) -> None:
         for mode in (m for m in DEPENDS_ON if m not in REPEATABLE):
             path = self.dir(mode) / "inputs.json"
-            if not path.is_file():
+            if not self._holds_work(mode):
                 continue
             before, now = read_json(path), self.inputs(mode)
             for key in sorted({*before, *now}):
@@ -88,6 +89,10 @@ class Run:
                         str(path),
                         f"use --run NEW_NAME, or remove {self.dir(mode)} (and what follows it) to do it again",
                     )
+
+    def _holds_work(self, mode: str) -> bool:
+        """Whether something would be lost: a finished mode, or a training that has a checkpoint to go on from."""
+        return self.is_complete(mode) or any(self.dir(mode).glob("checkpoints/checkpoint-*/complete.json"))
 
     def inputs(self, mode: str) -> dict[str, Any]:
         """The recipe's values, by dotted key, that a mode's result depends on."""
@@ -135,6 +140,9 @@ class Run:
         write_atomic(self.path / "recipe.yaml", self.resolved.to_yaml())
         kind = mode.partition("/")[0]  # eval/base is a kind of eval
         if kind in DEPENDS_ON:
+            started_with = folder / "inputs.json"
+            if started_with.is_file() and read_json(started_with) != self.inputs(kind) and not self._holds_work(mode):
+                shutil.rmtree(folder)  # an attempt with another recipe that came to nothing
             write_json(folder / "inputs.json", self.inputs(kind))
         record: dict[str, Any] = {"provenance": provenance()}
         earlier = self.manifest()["modes"].get(mode, {}).get("seconds", 0.0) if not self.is_complete(mode) else 0.0

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -36,9 +37,13 @@ def test_write_json_that_fails_keeps_the_old_file(tmp_path):
 
 
 def test_atomic_directory(tmp_path):
-    with pytest.raises(RuntimeError), atomic_directory(tmp_path / "d") as part:
-        (part / "f").write_text("x")
-        raise RuntimeError
+    def fail():
+        with atomic_directory(tmp_path / "d") as part:
+            (part / "f").write_text("x")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert names(tmp_path) == []
     for text in ("one", "two"):
         with atomic_directory(tmp_path / "d") as part:
@@ -66,14 +71,14 @@ def test_atomic_directory_killed_half_way(tmp_path):
 
 def test_require_space(tmp_path):
     require_space(tmp_path / "not" / "there", 1, "nothing")
-    with pytest.raises(WherryError, match="needs 1000000000.0 GB") as caught:
+    with pytest.raises(WherryError, match=r"needs 1000000000\.0 GB") as caught:
         require_space(tmp_path, 10**18, "the model")
     assert caught.value.code == Exit.PREFLIGHT
 
 
 def test_a_full_disk_is_three_lines_and_can_be_resumed(capsys):
     def full():
-        with open("/dev/full", "w") as file:
+        with Path("/dev/full").open("w") as file:
             file.write("x")
 
     assert run(full) == Exit.STOPPED

@@ -58,6 +58,27 @@ def test_another_recipe_is_refused_where_work_depends_on_it(runs, recipe):
     Run.open(str(recipe), None, ["eval.args.limit=3"])  # another evaluation is no other run
 
 
+def test_an_attempt_that_came_to_nothing_is_started_over(runs, recipe):
+    first = Run.open(str(recipe), None, ["model.name=typo"])
+    with pytest.raises(RuntimeError), first.work("prepare"):
+        (first.dir("prepare") / "leftover").touch()
+        raise RuntimeError
+    second = Run.open(str(recipe), None, [])
+    with second.work("prepare"):
+        assert not (second.dir("prepare") / "leftover").exists()
+    assert second.is_complete("prepare")
+
+
+def test_a_checkpoint_protects_an_unfinished_training(runs, recipe):
+    run = Run.open(str(recipe), None, [])
+    with pytest.raises(RuntimeError), run.work("train"):
+        (run.dir("train") / "checkpoints" / "checkpoint-5").mkdir(parents=True)
+        (run.dir("train") / "checkpoints" / "checkpoint-5" / "complete.json").write_text("{}")
+        raise RuntimeError
+    with pytest.raises(WherryError, match="made with another recipe"):
+        Run.open(str(recipe), None, ["train.args.learning_rate=1e-3"])
+
+
 def test_manifest_holds_no_environment(runs, recipe, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_marker")
     run = Run.open(str(recipe), None, [])

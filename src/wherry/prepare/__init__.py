@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from wherry.cli import open_run, parser, say
+from wherry.device import quiet_cpu
 from wherry.errors import WherryError
 from wherry.rundir import Run
 
@@ -23,6 +24,7 @@ def main(arguments: list[str]) -> int:
     if run.is_complete("prepare"):
         say(f"prepare of run {run.name!r} is complete: {run.dir('prepare')}")
         return 0
+    quiet_cpu()
     with run.work("prepare") as record:
         prepare(run, record)
     return 0

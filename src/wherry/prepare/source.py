@@ -96,51 +96,44 @@ def _from_gguf(path: Path, target: Path) -> dict[str, Any]:
     """Dequantise with transformers and save bfloat16 safetensors, once: a killed conversion leaves nothing behind."""
     if not path.is_file():
         raise WherryError(f"no file {path}", "model.name", "correct the path; `make demo` fetches the demo's model")
-    special = _check_gguf(path)
     source = {"kind": "gguf", "name": str(path)}
     if target.is_dir():
         return source
     # 4-bit to 16-bit, and the file itself may be of 2 to 16 bits a weight.
     require_space(target.parent, 8 * path.stat().st_size, "turning the GGUF file into safetensors")
     say(f"model: {path.name} → bfloat16 safetensors")
-
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    with atomic_directory(target) as part:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        # transformers gives a converted GPT-2 style tokenizer default bos and eos: the file says the right ones.
-        for name, token_id in special.items():
-            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token_id))
-        tokenizer.save_pretrained(part)
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-        )
-        model.save_pretrained(part)
-    return source
-
-
-def _check_gguf(path: Path) -> dict[str, int]:
-    """Special token ids that the file declares. Raises WherryError (exit 3) where it is cut short or not GGUF."""
-    from gguf import GGUFReader
-
     try:
-        reader = GGUFReader(path)
+        with atomic_directory(target) as part:
+            _convert(path, part)
+    except (OSError, MemoryError):
+        raise
     except Exception as error:
-        # The reader maps the file: one that is cut short fails somewhere in numpy, one that is no GGUF at its magic.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        # A file that is cut short fails somewhere in numpy, one that is no GGUF at its magic, each in its own words.
+        reason = " ".join(str(error).split())[:160] or repr(error)
         raise WherryError(
-            f"{path.name} is not a whole GGUF file ({path.stat().st_size} bytes): {reason}",
+            f"{path.name} ({path.stat().st_size} bytes) is not a whole GGUF file that transformers reads: {reason}",
             str(path),
             "download it again and compare its size",
             Exit.PREFLIGHT,
         ) from error
-    ids = {}
-    for name, key in (("bos", "bos_token_id"), ("eos", "eos_token_id")):
-        field = reader.get_field(f"tokenizer.ggml.{key}")
-        if field is not None:
-            ids[name] = int(field.contents())
-    return ids
+    return source
+
+
+def _convert(path: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    # The converted tokenizer may carry default bos and eos tokens; the configuration has the file's own ids.
+    for name in ("bos", "eos"):
+        token_id = getattr(model.config, f"{name}_token_id")
+        if isinstance(token_id, int):
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token_id))
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
 
 
 def _fingerprint(files: list[Path]) -> str:
