@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
 
 
 def train(run: Run, record: dict[str, Any]) -> None:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, set_seed
     from trl import SFTTrainer
 
     from wherry.train import checkpoints, config, model, output, progress
@@ -41,18 +41,20 @@ def train(run: Run, record: dict[str, Any]) -> None:
     args = config.sft_config(run)
     adapter = config.lora_config(run.recipe.train)
     model.check_contract(run)
+    set_seed(args.seed)  # before PEFT draws the adapter's first weights; the trainer does so only afterwards
     network = model.load(run)
     stop = progress.Stop(run.dir("train") / "stop-requested")
     resume = checkpoints.newest_complete(run.dir("train") / "checkpoints")
-    trainer = checkpoints.with_markers(SFTTrainer)(
-        model=network,
-        args=args,
-        train_dataset=model.dataset(run, "train"),
-        eval_dataset=model.dataset(run, "eval") if run.recipe.data.eval else None,
-        processing_class=AutoTokenizer.from_pretrained(run.dir("prepare") / "tokenizer"),
-        peft_config=adapter,
-        callbacks=[stop, progress.Metrics(run.dir("train") / "metrics.jsonl", resumed=resume is not None)],
-    )
+    with config.library_refusals("train"):
+        trainer = checkpoints.with_markers(SFTTrainer)(
+            model=network,
+            args=args,
+            train_dataset=model.dataset(run, "train"),
+            eval_dataset=model.dataset(run, "eval") if run.recipe.data.eval else None,
+            processing_class=AutoTokenizer.from_pretrained(run.dir("prepare") / "tokenizer"),
+            peft_config=adapter,
+            callbacks=[stop, progress.Metrics(run.dir("train") / "metrics.jsonl", resumed=resume is not None)],
+        )
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     where = "GPU" if has_gpu() else "CPU"
     start = f"from {resume.name}" if resume else "from step 0"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from wherry.device import has_gpu
@@ -54,7 +55,14 @@ def quantization_config(train: Train) -> Any:
 
 
 def _checked(key: str, make: Callable[..., Any], **values: Any) -> Any:
-    try:
+    with library_refusals(key):
         return make(**values)
+
+
+@contextmanager
+def library_refusals(key: str) -> Iterator[None]:
+    """What TRL, PEFT and transformers raise for a value that they do not take: exit 2 in their own words."""
+    try:
+        yield
     except (TypeError, ValueError, ImportError) as error:
         raise WherryError(" ".join(str(error).split())[:300], key, f"correct {key} (docs/recipe.md)") from error
