@@ -14,7 +14,7 @@ import resource
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,9 @@ class Run:
         try:
             yield record
         except BaseException as error:
-            self.update_manifest(modes={mode: {**record, **spent(), "complete": False, "ended_by": repr(error)[:500]}})
+            with suppress(OSError):  # a full disk, which the error itself says better
+                ended = {"complete": False, "ended_by": repr(error)[:500]}
+                self.update_manifest(modes={mode: {**record, **spent(), **ended}})
             raise
         record |= spent() | {"complete": True}
         self.update_manifest(modes={mode: record})

@@ -23,7 +23,7 @@ def load_tokenizer(folder: Path, recipe: Recipe) -> Any:
     except Exception as error:  # a damaged tokenizer.json fails in many ways, all of them the file's fault
         raise WherryError(
             f"the tokenizer cannot be read: {str(error).splitlines()[0][:200]}",
-            str(folder),
+            str(folder.resolve()),
             "download the model again; a model with its own code needs model.trust_remote_code=true",
             Exit.PREFLIGHT,
         ) from error
