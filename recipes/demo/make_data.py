@@ -16,13 +16,11 @@ SYSTEM = "Rewrite the cargo note as: qty=<number> unit=<unit> goods=<goods> port
 UNITS = ["crates", "barrels", "sacks", "pallets", "boxes", "drums", "bales", "chests"]
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 GOODS = {
-    "train": "oranges tea copper wool salt rope timber rice coffee tar cheese glass paper cotton nails wheat olives "
-    "soap sugar lamps tin herring silk honey bricks cocoa pepper flour leather wine onions candles".split(),
+    "train": ":".split(),
     "heldout": "lemons iron barley cider tiles ginger linen butter coal pears vinegar brass".split(),
 }
 PORTS = {
-    "train": "Rotterdam Hamburg Lisbon Genoa Bergen Dublin Cadiz Riga Oslo Bristol Naples Antwerp Malaga Gdansk "
-    "Marseille Leith Bilbao Tunis Varna Porto Turku Cork Bari Calais".split(),
+    "train": ":".split(),
     "heldout": "London Venice Athens Stockholm Barcelona Boston Helsinki Toronto Sydney Plymouth".split(),
 }
 WORDINGS = {
