@@ -16,11 +16,19 @@ SYSTEM = "Rewrite the cargo note as: qty=<number> unit=<unit> goods=<goods> port
 UNITS = ["crates", "barrels", "sacks", "pallets", "boxes", "drums", "bales", "chests"]
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 GOODS = {
-    "train": ":".split(),
+    "train": "oranges tea copper wool salt rope timber rice coffee tar cheese glass paper cotton nails wheat "
+    "olives soap sugar lamps tin herring silk honey bricks cocoa pepper flour leather wine onions candles "
+    "ropes apples beans figs dates raisins almonds marble slate hides oats rye peas plums cherries "
+    "carpets clocks pumps bottles shoes hats blankets nuts lead zinc chalk clay sand gravel wax resin "
+    "dyes hemp sails anchors".split(),
     "heldout": "lemons iron barley cider tiles ginger linen butter coal pears vinegar brass".split(),
 }
 PORTS = {
-    "train": ":".split(),
+    "train": "Rotterdam Hamburg Lisbon Genoa Bergen Dublin Cadiz Riga Oslo Bristol Naples Antwerp Malaga Gdansk "
+    "Marseille Leith Bilbao Tunis Varna Porto Turku Cork Bari Calais Valencia Palermo Trieste Bremen "
+    "Aarhus Malmo Tallinn Odessa Izmir Haifa Alexandria Casablanca Dakar Lagos Mombasa Mumbai Colombo "
+    "Penang Manila Osaka Busan Seattle Halifax Savannah Havana Santos Montevideo Valparaiso Auckland "
+    "Hobart Galway Swansea Ostend Brest Nantes Ancona".split(),
     "heldout": "London Venice Athens Stockholm Barcelona Boston Helsinki Toronto Sydney Plymouth".split(),
 }
 WORDINGS = {
