@@ -88,7 +88,7 @@ def test_pickles_are_refused(recipe, runs, wherry, model):
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_damaged_model_folder(recipe, runs, wherry, model, name):
     (model / name).write_text("{")
-    code, _, err = result = wherry("prepare", recipe)
+    code, *_ = result = wherry("prepare", recipe)
     refused(result, code, str(model) if name == "tokenizer.json" else "config.json")
     assert code in (Exit.USAGE, Exit.PREFLIGHT)
 
@@ -124,7 +124,9 @@ def test_a_gguf_file_that_is_cut_short(recipe, runs, wherry, tmp_path, demo_gguf
     cut = tmp_path / "cut.gguf"
     with demo_gguf.open("rb") as file:
         cut.write_bytes(file.read(50_000_000))
-    refused(wherry("prepare", recipe, f"model.name={cut}"), Exit.PREFLIGHT, "not a whole GGUF file", "download it again")
+    refused(
+        wherry("prepare", recipe, f"model.name={cut}"), Exit.PREFLIGHT, "not a whole GGUF file", "download it again"
+    )
     assert not list((runs / "tiny/prepare").glob("*model*"))
 
 

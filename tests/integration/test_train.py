@@ -26,8 +26,8 @@ def recipe(tmp_path, tiny_chat_model, runs):
         f"data: {{train: {rows}, eval: {rows}}}\n"
         "train:\n"
         "  tuning: lora\n"
-        "  args: {learning_rate: 1e-2, per_device_train_batch_size: 4, max_steps: 12, save_steps: 3, logging_steps: 1,\n"
-        "         eval_strategy: steps, eval_steps: 6, gradient_checkpointing: false}\n"
+        "  args: {learning_rate: 1e-2, per_device_train_batch_size: 4, max_steps: 12, save_steps: 3,\n"
+        "         logging_steps: 1, eval_strategy: steps, eval_steps: 6, gradient_checkpointing: false}\n"
     )
     return path
 

@@ -124,11 +124,16 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 def _hub(name: str, data: Data) -> Iterator[tuple[str, Any]]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
         loaded = load_dataset(name, revision=data.revision, split=data.split)
-    except DatasetNotFoundError as error:
-        raise WherryError(str(error).splitlines()[0], "data", "correct the id; a private one needs HF_TOKEN") from None
+    except (DatasetNotFoundError, RepositoryNotFoundError):
+        raise WherryError(
+            f"no data set {name} on the hub, or not this revision",
+            "data",
+            "correct the id; a private one needs HF_TOKEN",
+        ) from None
     except (ConnectionError, OSError, ValueError) as error:
         raise WherryError(
             f"{name} cannot be fetched: {str(error).splitlines()[0]}",
