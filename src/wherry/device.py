@@ -7,7 +7,12 @@ from pathlib import Path
 
 
 def has_gpu() -> bool:
-    """Whether the NVIDIA driver is loaded and its device nodes are visible here (inside a container: with --nv)."""
+    """Whether the NVIDIA driver is loaded and its device nodes are visible here (inside a container: with --nv).
+
+    WHERRY_DEVICE=cpu says no: for runs on the CPU of a machine that has GPUs.
+    """
+    if os.environ.get("WHERRY_DEVICE") == "cpu":
+        return False
     return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 
 
