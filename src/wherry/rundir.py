@@ -131,8 +131,14 @@ class Run:
     # -- doing ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def work(self, mode: str) -> Iterator[dict[str, Any]]:
-        """The frame of a mode's work. Yields a record to add to; completeness is marked when the block ends well."""
+    def work(self, mode: str, writes: bool = True) -> Iterator[dict[str, Any]]:
+        """The frame of a mode's work. Yields a record to add to; completeness is marked when the block ends well.
+
+        writes: of several ranks only one keeps the record.
+        """
+        if not writes:
+            yield {}
+            return
         from wherry.version import provenance
 
         folder = self.dir(mode)

@@ -1,6 +1,6 @@
 """Only a checkpoint with its marker counts."""
 
-from wherry.train.checkpoints import MARKER, mark, newest_complete, remove_old
+from wherry.train.checkpoints import MARKER, mark, newest_complete, remove_old, set_aside_unfinished
 
 
 def make(root, *steps, whole=True):
@@ -15,6 +15,8 @@ def make(root, *steps, whole=True):
 def test_newest_complete_by_number_and_the_rest_set_aside(tmp_path, capsys):
     make(tmp_path, 9, 100)
     make(tmp_path, 110, whole=False)
+    assert newest_complete(tmp_path).name == "checkpoint-100"
+    set_aside_unfinished(tmp_path)
     assert newest_complete(tmp_path).name == "checkpoint-100"
     assert not (tmp_path / "checkpoint-110").exists()
     (aside,) = tmp_path.glob("checkpoint-110.incomplete-*")

@@ -40,6 +40,8 @@ class Train(Section):
     """sft: supervised fine-tuning on the assistant's tokens (preference pairs: on the chosen answer)."""
     tuning: Literal["lora", "qlora", "full"] = "lora"
     """lora: 16-bit base; qlora: base in NF4 with double quantisation (arXiv:2305.14314); full: every weight."""
+    sharding: Literal["none", "zero3"] = "none"
+    """none: every rank holds the whole model; zero3: weights, gradients and optimizer are split over all ranks."""
     args: dict[str, Any] = Field(default_factory=dict)
     """trl.SFTConfig (and so transformers.TrainingArguments)."""
     lora: dict[str, Any] = Field(default_factory=dict)
@@ -93,8 +95,8 @@ DECIDED_HERE: dict[str, dict[str, str]] = {
         "model_init_kwargs": "use model and train.quantization",
         "trust_remote_code": "use model.trust_remote_code",
         "use_cpu": "a machine without a GPU is detected",
-        "deepspeed": "sharding is not part of this version",
-        "fsdp": "sharding is not part of this version",
+        "deepspeed": "use train.sharding: zero3",
+        "fsdp": "use train.sharding: zero3",
         "push_to_hub": "training may run offline: upload the merged folder afterwards",
     },
     "eval.args": {

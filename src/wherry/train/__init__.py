@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from wherry import ranks
 from wherry.cli import open_run, parser, say
 from wherry.device import has_gpu, quiet_cpu
 from wherry.errors import Exit, WherryError
@@ -20,22 +21,24 @@ def main(arguments: list[str]) -> int:
     options = parser("train", __doc__, "wherry train recipes/demo.yaml train.args.learning_rate=1e-4").parse_args(
         arguments
     )
+    rank = ranks.current()
     run = open_run(options)
     run.require("prepare")
     if run.is_complete("train"):
         say(f"train of run {run.name!r} is complete: {run.dir('train')}")
         return 0
+    ranks.check(rank)
     quiet_cpu()
-    with run.work("train") as record:
-        train(run, record)
+    with run.work("train", writes=rank.is_main) as record:
+        train(run, rank, record)
     return 0
 
 
-def train(run: Run, record: dict[str, Any]) -> None:
+def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
     from transformers import AutoTokenizer, set_seed
     from trl import SFTTrainer
 
-    from wherry.train import checkpoints, config, model, output, progress
+    from wherry.train import checkpoints, config, model, output, progress, sharding
 
     # The configuration exists before any weight is read: libraries shard by what they find when the model is loaded.
     args = config.sft_config(run)
@@ -43,8 +46,13 @@ def train(run: Run, record: dict[str, Any]) -> None:
     model.check_contract(run)
     set_seed(args.seed)  # before PEFT draws the adapter's first weights; the trainer does so only afterwards
     network = model.load(run)
+    sharding.require(network, run.recipe.train.sharding, rank)
     stop = progress.Stop(run.dir("train") / "stop-requested")
-    resume = checkpoints.newest_complete(run.dir("train") / "checkpoints")
+    saved = run.dir("train") / "checkpoints"
+    if rank.is_main:
+        checkpoints.set_aside_unfinished(saved)
+    args.distributed_state.wait_for_everyone()
+    resume = checkpoints.newest_complete(saved)
     with config.library_refusals("train"):
         trainer = checkpoints.with_markers(SFTTrainer)(
             model=network,
@@ -55,14 +63,13 @@ def train(run: Run, record: dict[str, Any]) -> None:
             peft_config=adapter,
             callbacks=[stop, progress.Metrics(run.dir("train") / "metrics.jsonl", resumed=resume is not None)],
         )
-    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    where = "GPU" if has_gpu() else "CPU"
-    start = f"from {resume.name}" if resume else "from step 0"
-    say(f"train: {run.recipe.train.tuning} on the {where}, {trainable:,} trainable parameters, {start}")
+    if rank.is_main:
+        say(_what(run, rank, trainer.model, resume))
 
     with stop.on_sigterm():
         result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     record |= {"step": trainer.state.global_step, "max_steps": trainer.state.max_steps, "loss": result.training_loss}
+    record |= {"world_size": rank.world_size}
     if stop.requested and trainer.state.global_step < trainer.state.max_steps:
         stop.path.unlink(missing_ok=True)
         raise WherryError(
@@ -71,6 +78,17 @@ def train(run: Run, record: dict[str, Any]) -> None:
             "the same command goes on from there",
             Exit.STOPPED,
         )
-    output.save(trainer, run)
-    progress.save_picture(run.dir("train") / "metrics.jsonl", run.dir("train") / "loss.png")
-    say(f"trained: {run.dir('train')}")
+    output.save(trainer, run, rank)
+    if rank.is_main:
+        progress.save_picture(run.dir("train") / "metrics.jsonl", run.dir("train") / "loss.png")
+        say(f"trained: {run.dir('train')}")
+
+
+def _what(run: Run, rank: ranks.Rank, network: Any, resume: Any) -> str:
+    from wherry.train.sharding import size
+
+    trainable = sum(size(p) for p in network.parameters() if p.requires_grad)
+    where = "GPU" if has_gpu() else "CPU"
+    ways = "" if rank.alone else f", {rank.world_size} ranks, sharding {run.recipe.train.sharding}"
+    start = f"from {resume.name}" if resume else "from step 0"
+    return f"train: {run.recipe.train.tuning} on the {where}{ways}, {trainable:,} trainable parameters, {start}"

@@ -52,16 +52,18 @@ def remove_old(root: Path, keep: int | None) -> None:
 
 
 def newest_complete(root: Path) -> Path | None:
-    """The newest checkpoint that is whole. Unfinished ones are set aside and named, never used."""
-    newest = None
+    """The newest checkpoint that is whole."""
+    whole = [path for path in numbered(root) if (path / MARKER).is_file()]
+    return whole[-1] if whole else None
+
+
+def set_aside_unfinished(root: Path) -> None:
+    """Rename checkpoints that were not saved to their end, and name them: never used, never deleted."""
     for path in numbered(root):
-        if (path / MARKER).is_file():
-            newest = path
-        else:
+        if not (path / MARKER).is_file():
             aside = path.with_name(f"{path.name}.incomplete-{int(time.time())}")
             path.rename(aside)
             say(f"train: {path.name} was not saved to its end; set aside as {aside.name}")
-    return newest
 
 
 def numbered(root: Path) -> list[Path]:

@@ -11,6 +11,23 @@ from wherry.errors import WherryError
 from wherry.recipe.schema import Train
 from wherry.rundir import Run
 
+# DeepSpeed's own names; "auto" takes the trainer's value. The whole weights are gathered once, when they are saved.
+ZERO3: dict[str, Any] = {
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "gradient_clipping": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "zero_allow_untested_optimizer": True,
+}
+
 
 def sft_config(run: Run) -> Any:
     """trl.SFTConfig. Raises WherryError (exit 2) with TRL's own words where it refuses a value."""
@@ -20,6 +37,8 @@ def sft_config(run: Run) -> Any:
     args.setdefault("max_length", run.manifest()["contract"]["max_length"])
     args.setdefault("report_to", "none")
     args.setdefault("save_total_limit", 2)
+    if run.recipe.train.sharding == "zero3":
+        args["deepspeed"] = ZERO3
     if not has_gpu():
         args |= {"use_cpu": True, "dataloader_pin_memory": False}
     if not args.get("packing"):

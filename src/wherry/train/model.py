@@ -16,11 +16,18 @@ def load(run: Run) -> Any:
     from transformers import AutoModelForCausalLM
 
     recipe = run.recipe
+    sharded = recipe.train.sharding == "zero3"
+    if sharded:
+        import deepspeed
+
+        # Unless it knows the ranks by now, it splits weights for a world of one: it does not engage.
+        deepspeed.init_distributed(dist_backend="nccl" if has_gpu() else "gloo")
     return AutoModelForCausalLM.from_pretrained(
         run.dir("prepare") / "model",
         dtype=torch.bfloat16 if recipe.train.tuning != "full" else torch.float32,
         quantization_config=quantization_config(recipe.train),
-        device_map={"": torch.cuda.current_device() if has_gpu() else "cpu"},
+        # Under ZeRO-3 each parameter is split as it is read; any device map would undo that.
+        device_map=None if sharded else {"": torch.cuda.current_device() if has_gpu() else "cpu"},
         trust_remote_code=recipe.model.trust_remote_code,
     )
 

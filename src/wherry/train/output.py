@@ -8,12 +8,19 @@ from typing import Any
 
 from wherry.errors import Exit, WherryError
 from wherry.files import atomic_directory
+from wherry.ranks import Rank
 from wherry.rundir import Run
 
 
-def save(trainer: Any, run: Run) -> None:
-    """Write train/adapter (or train/model for full tuning). Raises WherryError (exit 6) where it is not sound."""
+def save(trainer: Any, run: Run, rank: Rank) -> None:
+    """Write train/adapter (or train/model for full tuning). Raises WherryError (exit 6) where it is not sound.
+
+    All ranks take part: under ZeRO-3 each holds a part of what the first one writes.
+    """
     full = run.recipe.train.tuning == "full"
+    if not rank.is_main:
+        trainer.save_model(str(run.dir("train") / "unused"))
+        return
     with atomic_directory(run.dir("train") / ("model" if full else "adapter")) as part:
         trainer.save_model(str(part))
         (part / "training_args.bin").unlink(missing_ok=True)  # a pickle: nothing later reads it

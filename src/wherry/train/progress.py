@@ -28,8 +28,19 @@ class Stop(TrainerCallback):
         finally:
             signal.signal(signal.SIGTERM, previous)
 
+    def _agreed(self, args: Any) -> bool:
+        """Whether any rank sees the request: ranks must stop at the same step, and a shared file system has delays."""
+        asked = self.path.exists()
+        if args.world_size == 1:
+            return asked
+        import torch
+
+        flag = torch.tensor([int(asked)], device=args.device)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+        return bool(flag.item())
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.path.exists():
+        if self._agreed(args):
             self.requested = True
             control.should_save = control.should_training_stop = True
 
@@ -40,12 +51,13 @@ class Metrics(TrainerCallback):
     def __init__(self, path: Path, resumed: bool) -> None:
         self.path = path
         self.started = time.time()
-        if not resumed:
-            path.unlink(missing_ok=True)
+        self.resumed = resumed
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # Lines behind the checkpoint that training goes on from would otherwise be there twice.
         if self.path.is_file() and state.is_world_process_zero:
+            if not self.resumed:
+                return self.path.unlink()
             lines = [line for line in read_metrics(self.path) if line["step"] <= state.global_step]
             self.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
