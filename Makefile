@@ -48,15 +48,16 @@ report: setup ## what a run did
 prepare train merge serve eval report:
 	$(call RUN_MODE,$@)
 
+include containers/image.mk
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 .PHONY: test test-unit test-integration lint
-test: setup $(MODEL) lint ## everything that must pass before a change lands
-	$(PYTHON) -m pytest tests/unit tests/integration
+test: lint test-unit test-integration test-containers ## everything that must pass before a change lands
 
-test-unit: setup ## seconds
-	$(PYTHON) -m pytest tests/unit
+test-unit: setup ## two minutes
+	$(PYTHON) -m pytest -n 2 tests/unit
 
-test-integration: setup $(MODEL) ## real bitsandbytes, TRL and vLLM
+test-integration: setup $(MODEL) ## real bitsandbytes, TRL, DeepSpeed, vLLM and inspect-ai
 	$(PYTHON) -m pytest tests/integration
 
 SCRIPTS = $(shell git ls-files '*.sh' .ci/run)
@@ -66,4 +67,4 @@ lint: setup ## ruff, mypy, shellcheck, shfmt, hadolint
 	$(VENV)/lint/bin/mypy
 	$(VENV)/lint/bin/shellcheck -x $(SCRIPTS)
 	$(VENV)/lint/bin/shfmt -i 2 -ci -d $(SCRIPTS)
-	$(if $(wildcard Dockerfile),$(VENV)/lint/bin/hadolint Dockerfile)
+	$(VENV)/lint/bin/hadolint Dockerfile
