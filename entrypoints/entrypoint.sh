@@ -9,17 +9,22 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 main() {
   local -r word=${1:---help}
+  # shellcheck source=entrypoints/environment.sh
+  source "${here}/environment.sh"
   case ${word} in
     train | merge | serve | eval)
       shift
       exec "${here}/${word}.sh" "$@"
       ;;
-    prepare | wait | report | version | -*)
-      # shellcheck source=entrypoints/environment.sh
-      source "${here}/environment.sh"
-      exec "${wherry[@]}" "$@"
+    wherry)
+      shift
+      main "$@"
       ;;
-    *) exec "$@" ;;
+    prepare | wait | report | version | -*) exec "${wherry[@]}" "$@" ;;
+    *)
+      if type -P "${word}" >/dev/null; then exec "$@"; fi
+      exec "${wherry[@]}" "$@" # no such command either: Python names the nearest mode
+      ;;
   esac
 }
 
