@@ -51,7 +51,7 @@ prepare train merge serve eval report:
 include containers/image.mk
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
-.PHONY: test test-unit test-integration lint
+.PHONY: test test-unit test-integration test-gpu lint
 test: lint test-unit test-integration test-containers ## everything that must pass before a change lands
 
 test-unit: setup ## two minutes
@@ -59,6 +59,9 @@ test-unit: setup ## two minutes
 
 test-integration: setup $(MODEL) ## real bitsandbytes, TRL, DeepSpeed, vLLM and inspect-ai
 	$(PYTHON) -m pytest tests/integration
+
+test-gpu: setup ## on a machine with an NVIDIA GPU
+	$(PYTHON) -m pytest -v -rs tests/gpu tests/integration/test_train.py
 
 SCRIPTS = $(shell git ls-files '*.sh' .ci/run)
 lint: setup ## ruff, mypy, shellcheck, shfmt, hadolint
