@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 
-from wherry import __version__
+from wherry import __version__, ranks
 from wherry.errors import WherryError, run
 from wherry.nearest import nearest
 
@@ -42,7 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"wherry {__version__}")
         return 0
-    return run(lambda: dispatch(arguments[0], arguments[1:]))
+    code = run(lambda: dispatch(arguments[0], arguments[1:]))
+    ranks.end(code)
+    return code
 
 
 def dispatch(mode: str, arguments: list[str]) -> int | None:

@@ -84,6 +84,18 @@ def check(rank: Rank) -> None:
     )
 
 
+def end(code: int) -> None:
+    """End this process at once if it is one of several ranks.
+
+    Threads of gloo and DeepSpeed that still listen when C++ tears down its statics abort the process (SIGABRT), after
+    all work is done: the exit code that says "stopped, can be resumed" would be lost.
+    """
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def _cure() -> str:
     """Name the Slurm option that hid the GPUs, as far as the environment shows it."""
     if per_task := os.environ.get("SLURM_GPUS_PER_TASK"):

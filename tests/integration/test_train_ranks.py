@@ -104,7 +104,7 @@ def test_a_model_loaded_before_the_configuration_is_refused(recipe, runs, tmp_pa
         "    Early.model = AutoModelForCausalLM.from_pretrained(run.dir('prepare') / 'model')\n"
         "    return late(run)\n"
         "config.sft_config = load_first\n"
-        "model.load = lambda run: Early.model\n"
+        "model.load = lambda run, rank: Early.model\n"
         "from wherry.__main__ import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )

@@ -45,7 +45,7 @@ def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
     adapter = config.lora_config(run.recipe.train)
     model.check_contract(run)
     set_seed(args.seed)  # before PEFT draws the adapter's first weights; the trainer does so only afterwards
-    network = model.load(run)
+    network = model.load(run, rank)
     sharding.require(network, run.recipe.train.sharding, rank)
     stop = progress.Stop(run.dir("train") / "stop-requested")
     saved = run.dir("train") / "checkpoints"

@@ -6,24 +6,31 @@ from typing import Any
 
 from wherry.device import has_gpu
 from wherry.errors import Exit, WherryError
+from wherry.ranks import Rank
 from wherry.rundir import Run
+from wherry.safetensors_file import checkpoint
+from wherry.train import memory
 from wherry.train.config import quantization_config
 
 
-def load(run: Run) -> Any:
+def load(run: Run, rank: Rank) -> Any:
     """The base model on this process's device, quantised as it is read for qlora; 16-bit weights in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM
 
     recipe = run.recipe
+    folder = run.dir("prepare") / "model"
     sharded = recipe.train.sharding == "zero3"
+    if has_gpu():
+        parts = rank.world_size if sharded else 1
+        memory.require(checkpoint(folder), recipe.train.tuning, parts, torch.cuda.current_device())
     if sharded:
         import deepspeed
 
         # Unless it knows the ranks by now, it splits weights for a world of one: it does not engage.
         deepspeed.init_distributed(dist_backend="nccl" if has_gpu() else "gloo")
     return AutoModelForCausalLM.from_pretrained(
-        run.dir("prepare") / "model",
+        folder,
         dtype=torch.bfloat16 if recipe.train.tuning != "full" else torch.float32,
         quantization_config=quantization_config(recipe.train),
         # Under ZeRO-3 each parameter is split as it is read; any device map would undo that.
