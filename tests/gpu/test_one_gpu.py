@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -104,21 +105,38 @@ def test_qlora_on_the_gpu_then_merge_on_the_cpu(recipe, runs):
     assert (merged - adapted).norm() < 0.2 * (plain - adapted).norm()
 
 
-def test_memory_that_runs_out_is_exit_4(recipe, runs):
+@contextmanager
+def left_free(gib):
+    """All of the GPU's memory but this much is taken."""
     import torch
 
-    assert wherry("prepare", recipe)[0] == 0
     free, _ = torch.cuda.mem_get_info()
-    held = torch.empty(free - (1 << 30), dtype=torch.uint8, device="cuda")  # 1 GiB is left
-    code, err = wherry("train", recipe)
+    held = torch.empty(free - int(gib * 2**30), dtype=torch.uint8, device="cuda")
+    yield
     del held
     torch.cuda.empty_cache()
+
+
+def assert_out_of_memory(code, err, fix):
     assert code == Exit.OUT_OF_MEMORY, err
     assert "Traceback" not in err
-    assert "out of memory" in err
-    assert "train.args.per_device_train_batch_size" in err
+    assert "error: out of memory" in err
+    assert fix in err
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(recipe, runs):
+    assert wherry("prepare", recipe)[0] == 0
+    with left_free(1):
+        assert_out_of_memory(*wherry("train", recipe), "nvidia-smi")
     code, err = wherry("train", recipe)  # nothing was spoilt
     assert code == 0, err
+
+
+def test_memory_that_runs_out_in_a_step_is_exit_4(recipe, runs):
+    assert wherry("prepare", recipe)[0] == 0
+    large = "train.args.per_device_train_batch_size=64"
+    with left_free(3):
+        assert_out_of_memory(*wherry("train", recipe, large), "train.args.per_device_train_batch_size")
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_refused_before_anything_is_loaded(recipe, runs):
