@@ -14,13 +14,21 @@ from pathlib import Path
 
 from wherry.errors import Exit, WherryError
 
-# Recipe key → the classes, (package, file, class), whose fields it passes through.
-SOURCES: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "train.args": (
-        ("trl", "trainer/sft_config.py", "SFTConfig"),
-        ("trl", "trainer/base_config.py", "_BaseConfig"),
-        ("transformers", "training_args.py", "TrainingArguments"),
-    ),
+Source = tuple[str, str, str]  # package, file, class or function
+
+# What train.args takes depends on train.objective.
+_TRAINING: tuple[Source, ...] = (
+    ("trl", "trainer/base_config.py", "_BaseConfig"),
+    ("transformers", "training_args.py", "TrainingArguments"),
+)
+OBJECTIVES: dict[str, tuple[Source, ...]] = {
+    "sft": (("trl", "trainer/sft_config.py", "SFTConfig"), *_TRAINING),
+    "dpo": (("trl", "trainer/dpo_config.py", "DPOConfig"), *_TRAINING),
+}
+
+# Recipe key → the classes and functions whose arguments it passes through.
+SOURCES: dict[str, tuple[Source, ...]] = {
+    "train.args": OBJECTIVES["sft"],
     "train.lora": (("peft", "tuners/lora/config.py", "LoraConfig"),),
     "train.quantization": (("transformers", "utils/quantization_config.py", "BitsAndBytesConfig"),),
     "serve.vllm": (
@@ -36,10 +44,15 @@ SOURCES: dict[str, tuple[tuple[str, str, str], ...]] = {
 }
 
 
+def sources(key: str, objective: str) -> tuple[Source, ...]:
+    """Where the names below a recipe key come from; the first source is the one to name to a user."""
+    return OBJECTIVES[objective] if key == "train.args" else SOURCES[key]
+
+
 @functools.cache
-def accepted(key: str) -> frozenset[str]:
+def accepted(key: str, objective: str = "sft") -> frozenset[str]:
     """Argument names that may stand below a recipe key such as "train.args"."""
-    return frozenset().union(*(_fields(*source) for source in SOURCES[key]))
+    return frozenset().union(*(_fields(*source) for source in sources(key, objective)))
 
 
 def _fields(package: str, file: str, name: str) -> set[str]:

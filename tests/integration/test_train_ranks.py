@@ -95,7 +95,7 @@ def test_a_model_loaded_before_the_configuration_is_refused(recipe, runs, tmp_pa
     script.write_text(
         "import sys\n"
         "from wherry.train import config, model\n"
-        "late = config.sft_config\n"
+        "late = config.training_args\n"
         "early = model.load\n"
         "class Early:\n"
         "    model = None\n"
@@ -103,7 +103,7 @@ def test_a_model_loaded_before_the_configuration_is_refused(recipe, runs, tmp_pa
         "    from transformers import AutoModelForCausalLM\n"
         "    Early.model = AutoModelForCausalLM.from_pretrained(run.dir('prepare') / 'model')\n"
         "    return late(run)\n"
-        "config.sft_config = load_first\n"
+        "config.training_args = load_first\n"
         "model.load = lambda run, rank: Early.model\n"
         "from wherry.__main__ import main\n"
         "sys.exit(main(sys.argv[1:]))\n"

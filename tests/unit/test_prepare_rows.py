@@ -5,7 +5,7 @@ import json
 import pytest
 
 from wherry.errors import Exit, WherryError
-from wherry.prepare.rows import Completion, Conversation, read_examples
+from wherry.prepare.rows import Completion, Conversation, Pair, read_examples, read_pairs
 from wherry.recipe.schema import Data
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -32,6 +32,20 @@ def test_the_three_forms(tmp_path):
     assert pair == Completion(f"{path}:1", "p", "good")
     (implicit,) = read(write(path, {"chosen": [USER, BOT], "rejected": [USER, BOT]}))
     assert implicit.train_from == 1
+
+
+def test_pairs(tmp_path):
+    path = tmp_path / "d.jsonl"
+    data = Data(train=str(path))
+    write(path, {"prompt": "p", "chosen": "good", "rejected": "bad"})
+    assert list(read_pairs(str(path), data, "")) == [
+        Pair(f"{path}:1", Completion(f"{path}:1", "p", "good"), Completion(f"{path}:1", "p", "bad"))
+    ]
+    for row in ({"prompt": "p", "chosen": "good", "rejected": " "}, {"messages": [USER, BOT]}):
+        write(path, row)
+        with pytest.raises(WherryError, match=r"rejected is empty|needs preference rows, this one is chat") as caught:
+            list(read_pairs(str(path), data, ""))
+        assert caught.value.where == f"{path}:1"
 
 
 def test_blank_lines_are_skipped_and_do_not_shift_line_numbers(tmp_path):

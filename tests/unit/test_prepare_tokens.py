@@ -5,8 +5,8 @@ from chat_tokenizer import CHATML, DROPS_SYSTEM, NO_STOP, REASONING, SPECIAL, ST
 
 from wherry.errors import Exit, WherryError
 from wherry.prepare.render import render
-from wherry.prepare.rows import Completion, Conversation
-from wherry.prepare.tokenise import IGNORED, Counted, write_tokens
+from wherry.prepare.rows import Completion, Conversation, Pair
+from wherry.prepare.tokenise import IGNORED, Counted, write_pairs, write_tokens
 from wherry.prepare.tokens import check_contract, choose_pad, settle_stop
 
 END = 256 + SPECIAL.index("<|im_end|>")
@@ -96,9 +96,65 @@ def test_rows_longer_than_the_limit(tmp_path):
     text, _, counted = learned(row, chat_tokenizer(), tmp_path, limit=26, too_long="truncate")
     assert "hello<|im_end|>".startswith(text)
     assert counted.truncated == 1
-    with pytest.raises(WherryError, match="no row is left: all 1"):
+    with pytest.raises(WherryError, match="no row is left: 1 are longer"):
         learned(row, chat_tokenizer(), tmp_path, limit=20, too_long="drop")
     assert not list(tmp_path.glob(".*part"))
+
+
+def pairs(*given, tmp_path, limit=10_000, too_long="error"):
+    """Text of (prompt, chosen, rejected) of every pair kept, from (turns before, chosen, rejected)."""
+    from datasets import Dataset
+
+    tokenizer, counted = chat_tokenizer(), Counted(stops=[END])
+    made = []
+    for number, (before, *answers) in enumerate(given, 1):
+        both = [talk(*before, f"A:{answer}", train_from=len(before)) for answer in answers]
+        made.append(Pair(f"d.jsonl:{number}", *both))
+    write_pairs(made, tokenizer, tmp_path / "p.arrow", limit, too_long, counted)
+    columns = ("prompt_ids", "chosen_ids", "rejected_ids")
+    rows = Dataset.from_file(str(tmp_path / "p.arrow"))
+    return [tuple(tokenizer.decode(row[name]) for name in columns) for row in rows], counted
+
+
+def test_a_pair_is_one_prompt_and_two_answers_that_end(tmp_path):
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    found, counted = pairs((["U:hi"], "yes, sir", "no"), (["U:hi"], "same", "same"), tmp_path=tmp_path)
+    assert found == [(prompt, "yes, sir<|im_end|>", "no<|im_end|>")]
+    assert counted.equal_pairs == 1
+    assert list(counted.lengths) == [len(chat_tokenizer()(prompt)["input_ids"]) + 9]
+    assert counted.learned_tokens == 9 + 3
+
+
+def test_a_pair_of_plain_text_ends_with_eos(tmp_path):
+    from datasets import Dataset
+
+    tokenizer, target = chat_tokenizer(), tmp_path / "p.arrow"
+    pair = Pair("d:1", Completion("d:1", "2 + 2 =", " 4"), Completion("d:1", "2 + 2 =", " 5"))
+    write_pairs([pair], tokenizer, target, 99, "error", Counted(stops=[END]))
+    row = Dataset.from_file(str(target))[0]
+    assert tokenizer.decode(row["prompt_ids"]) == "2 + 2 ="
+    assert [tokenizer.decode(row[key]) for key in ("chosen_ids", "rejected_ids")] == [" 4<|im_end|>", " 5<|im_end|>"]
+
+
+def test_pairs_longer_than_the_limit(tmp_path):
+    long = (["U:hi"], "a" * 40, "b")
+    with pytest.raises(WherryError, match="tokens, the limit is 40"):
+        pairs(long, tmp_path=tmp_path, limit=40)
+    found, counted = pairs(long, tmp_path=tmp_path, limit=40, too_long="truncate")
+    assert counted.truncated == 1
+    assert set(found[0][1]) == {"a"}
+    assert len(chat_tokenizer()(found[0][0] + found[0][1])["input_ids"]) == 40
+    with pytest.raises(WherryError, match="no row is left: 1 are longer"):
+        pairs(long, tmp_path=tmp_path, limit=40, too_long="drop")
+    with pytest.raises(WherryError, match="no row is left"):  # a prompt that alone fills the limit
+        pairs((["U:" + "x" * 60], "a", "b"), tmp_path=tmp_path, limit=40, too_long="truncate")
+
+
+def test_a_pair_of_two_prompts_is_refused(tmp_path):
+    pair = Pair("d:3", talk("U:one", "A:a", train_from=1), talk("U:two", "A:b", train_from=1))
+    with pytest.raises(WherryError, match="do not answer the same prompt") as caught:
+        write_pairs([pair], chat_tokenizer(), tmp_path / "p.arrow", 99, "error", Counted(stops=[END]))
+    assert caught.value.where == "d:3"
 
 
 def test_pad_is_a_reserved_token_never_a_stop_token():

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from wherry.errors import Exit, WherryError
-from wherry.library_names import SOURCES, accepted
+from wherry.library_names import OBJECTIVES, SOURCES, accepted
 from wherry.recipe import load
 from wherry.recipe.schema import DECIDED_HERE
 
@@ -56,6 +56,7 @@ def test_scientific_notation_is_a_number(recipe):
         ("train.quantization.load_in_4bits=true", "load_in_4bits", "did you mean load_in_4bit?"),
         ("serve.vllm.max_model_length=1", "unknown key serve.vllm.max_model_length", "did you mean max_model_len?"),
         ("eval.args.max_token=1", "unknown key eval.args.max_token", "did you mean max_tokens?"),
+        ("train.args.beta=0.1", "belongs to dpo, train.objective is sft", "set train.objective: dpo"),
         ("train.tuning=lore", "train.tuning = 'lore'", "correct train.tuning"),
         ("serve.ready_timeout=0", "serve.ready_timeout = 0", "correct serve.ready_timeout"),
         ("train.args.output_dir=x", "train.args.output_dir cannot be set", "--run"),
@@ -106,16 +107,18 @@ def test_library_names_are_what_the_libraries_accept():
     import dataclasses
 
     from peft import LoraConfig
-    from trl import SFTConfig
+    from trl import DPOConfig, SFTConfig
 
-    init = {f.name for f in dataclasses.fields(SFTConfig) if f.init and not f.name.startswith("_")}
-    assert accepted("train.args") == init
+    for objective, config in (("sft", SFTConfig), ("dpo", DPOConfig)):
+        init = {f.name for f in dataclasses.fields(config) if f.init and not f.name.startswith("_")}
+        assert accepted("train.args", objective) == init
     inherited = {"task_type", "inference_mode", "revision", "base_model_name_or_path", "peft_type", "auto_mapping"}
     lora = {f.name for f in dataclasses.fields(LoraConfig) if f.init}
     assert lora - inherited - {"peft_version"} == accepted("train.lora") - inherited
     for key, names in DECIDED_HERE.items():
         assert key in SOURCES
-        assert names.keys() - accepted(key) <= {"overwrite_output_dir"}
+        known = set().union(*(accepted(key, objective) for objective in OBJECTIVES))
+        assert names.keys() - known <= {"overwrite_output_dir"}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--recipe", "RECIPE", "train.args.learning_rat=1"]])

@@ -4,7 +4,7 @@ One process, on a machine with a network (a login node); every later mode runs o
 
     prepare/model       the base model: a link to a folder or hub snapshot, or converted from GGUF
     prepare/tokenizer   the tokenizer of the run, its chat template and generation config
-    prepare/train.arrow token ids and labels of every row (eval.arrow: of the held-out rows)
+    prepare/train.arrow token ids and labels of every row, of pairs prompt and both answers (eval.arrow: held-out rows)
     prepare/token_lengths.png
 """
 
@@ -68,12 +68,14 @@ def prepare(run: Run, record: dict[str, Any]) -> None:
 
 
 def _tokenise(run: Run, source: str, name: str, tokenizer: Any, limit: int, counted: Any) -> None:
-    from wherry.prepare.rows import read_examples
-    from wherry.prepare.tokenise import write_tokens
+    from wherry.prepare.rows import read_examples, read_pairs
+    from wherry.prepare.tokenise import write_pairs, write_tokens
 
-    data = run.recipe.data
-    examples = read_examples(source, data, str(tokenizer.chat_template or ""))
-    write_tokens(examples, tokenizer, run.dir("prepare") / f"{name}.arrow", limit, data.too_long, counted)
+    data, template, target = run.recipe.data, str(tokenizer.chat_template or ""), run.dir("prepare") / f"{name}.arrow"
+    if run.recipe.train.objective == "dpo":
+        write_pairs(read_pairs(source, data, template), tokenizer, target, limit, data.too_long, counted)
+    else:
+        write_tokens(read_examples(source, data, template), tokenizer, target, limit, data.too_long, counted)
 
 
 def _settle_pad(tokenizer: Any, model: Any, *counted: Any) -> None:
@@ -103,13 +105,14 @@ def _report(run: Run, counted: Any, max_length: int) -> dict[str, Any]:
         "dropped_rows": counted.dropped,
         "truncated_rows": counted.truncated,
         "skipped_turns": counted.skipped_turns,
+        "equal_pairs": counted.equal_pairs,
     }
     histogram.save_picture(lengths, max_length, run.dir("prepare") / "token_lengths.png")
     say(
         f"data: {seen['rows']} rows, {seen['tokens']} tokens, of which {seen['learned_tokens']} are learned; "
         f"a row has {seen['min']} to {seen['max']}, median {seen['median']:.0f}, limit {max_length}"
     )
-    for key in ("dropped_rows", "truncated_rows", "skipped_turns"):
+    for key in ("dropped_rows", "truncated_rows", "skipped_turns", "equal_pairs"):
         if seen[key]:
             say(f"data: {seen[key]} {key.replace('_', ' ')}")
     say(histogram.as_text(lengths))

@@ -43,11 +43,39 @@ class Completion:
 Example = Conversation | Completion
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt, of which the first is preferred."""
+
+    where: str
+    chosen: Example
+    rejected: Example
+
+
 def read_examples(source: str, data: Data, template: str) -> Iterator[Example]:
-    """Every row of a JSONL or Parquet file or hub data set as an Example.
+    """Every row of a JSONL or Parquet file or hub data set as an Example; of preference rows, the chosen answer.
 
     Raises WherryError (exit 2) naming file and line of the first row that cannot be used.
     """
+    for where, row, form in _formed(source, data):
+        answer = "completion" if form == "prompt/completion" else "chosen"
+        if form == "preference":
+            _answered(row, "rejected", where, template)
+        yield _chat(row, where, template) if form == "chat" else _answered(row, answer, where, template)
+
+
+def read_pairs(source: str, data: Data, template: str) -> Iterator[Pair]:
+    """Every preference row as a Pair. Raises WherryError as read_examples does, and for rows of another form."""
+    for where, row, form in _formed(source, data):
+        if form != "preference":
+            raise _bad(
+                where, f"train.objective: dpo needs preference rows, this one is {form}", "use prompt, chosen, rejected"
+            )
+        yield Pair(where, *(_answered(row, key, where, template) for key in ("chosen", "rejected")))
+
+
+def _formed(source: str, data: Data) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(where, row, form) of every row; all of one form."""
     form: str | None = None
     count = 0
     for where, row in _rows(source, data):
@@ -58,7 +86,7 @@ def read_examples(source: str, data: Data, template: str) -> Iterator[Example]:
         if form is not None and this != form:
             raise _bad(where, f"this row is {this}, the ones before are {form}", "keep one form in a file")
         form = this
-        yield _example(row, form, where, template)
+        yield where, row, form
     if count == 0:
         raise WherryError(f"{source} holds no rows", "data", "give a file with at least one row")
 
@@ -153,6 +181,8 @@ def _form(row: dict[str, Any], where: str) -> str:
     if "messages" in row:
         return "chat"
     if "chosen" in row and "rejected" in row:
+        if type(row["rejected"]) is not type(row["chosen"]):
+            raise _bad(where, "chosen and rejected are of different types", "give both as text, or both as messages")
         return "preference"
     if "prompt" in row and "completion" in row:
         return "prompt/completion"
@@ -167,23 +197,20 @@ def _form(row: dict[str, Any], where: str) -> str:
     )
 
 
-def _example(row: dict[str, Any], form: str, where: str, template: str) -> Example:
-    tools = row.get("tools")
-    if form == "chat":
-        return Conversation(where, _messages(row["messages"], "messages", where, template), 0, tools)
-    answer_key = "completion" if form == "prompt/completion" else "chosen"
-    prompt, answer = row.get("prompt"), row[answer_key]
-    if form == "preference" and type(row["rejected"]) is not type(answer):
-        raise _bad(where, "chosen and rejected are of different types", "give both as text, or both as messages")
+def _chat(row: dict[str, Any], where: str, template: str) -> Conversation:
+    return Conversation(where, _messages(row["messages"], "messages", where, template), 0, row.get("tools"))
+
+
+def _answered(row: dict[str, Any], key: str, where: str, template: str) -> Example:
+    """The row's prompt with the answer that stands under key."""
+    prompt, answer, tools = row.get("prompt"), row[key], row.get("tools")
     if isinstance(answer, str):
         if not isinstance(prompt, str):
-            raise _bad(where, f"{answer_key} is text, prompt is {type(prompt).__name__}", "give both as text")
+            raise _bad(where, f"{key} is text, prompt is {type(prompt).__name__}", "give both as text")
         if not answer.strip():
-            raise _bad(where, f"{answer_key} is empty", "remove the row or write the answer")
+            raise _bad(where, f"{key} is empty", "remove the row or write the answer")
         return Completion(where, prompt, answer)
-    answers = _messages(answer, answer_key, where, template)
-    if form == "preference":
-        _messages(row["rejected"], "rejected", where, template)
+    answers = _messages(answer, key, where, template)
     if prompt is None:  # TRL's implicit prompt: everything before the last turn
         return Conversation(where, answers, len(answers) - 1, tools)
     before = _messages(prompt, "prompt", where, template)

@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from wherry.errors import WherryError
-from wherry.library_names import SOURCES, accepted
+from wherry.library_names import OBJECTIVES, SOURCES, accepted, sources
 from wherry.nearest import closest, nearest
 from wherry.recipe.schema import DECIDED_HERE, Recipe
 
@@ -79,7 +79,7 @@ def load(path: Path, overrides: list[str]) -> Resolved:
         raise _explain(error, origin, str(path)) from None
     for key in SOURCES:
         section, field = key.split(".")
-        _check_names(key, getattr(getattr(recipe, section), field), origin, str(path))
+        _check_names(key, getattr(getattr(recipe, section), field), recipe.train.objective, origin, str(path))
     _check_meaning(recipe, origin)
     return Resolved(recipe, origin)
 
@@ -189,16 +189,24 @@ def _where(origin: dict[str, str], key: str, path: str) -> str:
     return f"command line: {key}" if found == "command line" else found
 
 
-def _check_names(key: str, given: dict[str, Any], origin: dict[str, str], path: str) -> None:
+def _check_names(key: str, given: dict[str, Any], objective: str, origin: dict[str, str], path: str) -> None:
     for name in given:
         where = _where(origin, f"{key}.{name}", path)
         if name in DECIDED_HERE.get(key, {}):
             raise WherryError(f"{key}.{name} cannot be set", where, DECIDED_HERE[key][name])
-        known = accepted(key)
+        known = accepted(key, objective)
         if name not in known:
-            library = " / ".join(f"{package}.{cls}" for package, _, cls in SOURCES[key][:1])
+            package, _, cls = sources(key, objective)[0]
+            if others := [o for o in OBJECTIVES if key == "train.args" and name in accepted(key, o)]:
+                raise WherryError(
+                    f"{key}.{name} belongs to {' and '.join(others)}, train.objective is {objective}",
+                    where,
+                    f"remove it, or set train.objective: {others[0]}",
+                )
             raise WherryError(
-                f"unknown key {key}.{name}", where, f"{nearest(name, known)}{key} takes the arguments of {library}"
+                f"unknown key {key}.{name}",
+                where,
+                f"{nearest(name, known)}{key} takes the arguments of {package}.{cls}",
             )
 
 

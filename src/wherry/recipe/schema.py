@@ -36,14 +36,15 @@ class Data(Section):
 
 
 class Train(Section):
-    objective: Literal["sft"] = "sft"
-    """sft: supervised fine-tuning on the assistant's tokens (preference pairs: on the chosen answer)."""
+    objective: Literal["sft", "dpo"] = "sft"
+    """sft: supervised fine-tuning on the assistant's tokens (preference pairs: on the chosen answer);
+    dpo: direct preference optimisation on pairs (arXiv:2305.18290)."""
     tuning: Literal["lora", "qlora", "full"] = "lora"
     """lora: 16-bit base; qlora: base in NF4 with double quantisation (arXiv:2305.14314); full: every weight."""
     sharding: Literal["none", "zero3"] = "none"
     """none: every rank holds the whole model; zero3: weights, gradients and optimizer are split over all ranks."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """trl.SFTConfig (and so transformers.TrainingArguments)."""
+    """trl.SFTConfig or trl.DPOConfig by objective (and so transformers.TrainingArguments)."""
     lora: dict[str, Any] = Field(default_factory=dict)
     """peft.LoraConfig. Defaults: r=16, lora_alpha=32, target_modules=all-linear."""
     quantization: dict[str, Any] = Field(default_factory=dict)
@@ -87,6 +88,7 @@ DECIDED_HERE: dict[str, dict[str, str]] = {
         "overwrite_output_dir": "choose another run with --run",
         "assistant_only_loss": "prepare masks everything but the assistant's tokens for any template",
         "completion_only_loss": "prepare masks the prompt of prompt/completion rows",
+        "truncation_mode": "prepare makes rows short enough: data.too_long says how",
         "dataset_text_field": "prepare reads messages, prompt/completion or preference rows",
         "dataset_kwargs": "the data is tokenised by prepare",
         "chat_template_path": "use data.chat_template",

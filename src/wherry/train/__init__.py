@@ -35,13 +35,12 @@ def main(arguments: list[str]) -> int:
 
 
 def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
-    from transformers import AutoTokenizer, set_seed
-    from trl import SFTTrainer
+    from transformers import set_seed
 
-    from wherry.train import checkpoints, config, model, output, progress, sharding
+    from wherry.train import checkpoints, config, model, objective, output, progress, sharding
 
     # The configuration exists before any weight is read: libraries shard by what they find when the model is loaded.
-    args = config.sft_config(run)
+    args = config.training_args(run)
     adapter = config.lora_config(run.recipe.train)
     model.check_contract(run)
     set_seed(args.seed)  # before PEFT draws the adapter's first weights; the trainer does so only afterwards
@@ -54,15 +53,8 @@ def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
     args.distributed_state.wait_for_everyone()
     resume = checkpoints.newest_complete(saved)
     with config.library_refusals("train"):
-        trainer = checkpoints.with_markers(SFTTrainer)(
-            model=network,
-            args=args,
-            train_dataset=model.dataset(run, "train"),
-            eval_dataset=model.dataset(run, "eval") if run.recipe.data.eval else None,
-            processing_class=AutoTokenizer.from_pretrained(run.dir("prepare") / "tokenizer"),
-            peft_config=adapter,
-            callbacks=[stop, progress.Metrics(run.dir("train") / "metrics.jsonl", resumed=resume is not None)],
-        )
+        metrics = progress.Metrics(run.dir("train") / "metrics.jsonl", resumed=resume is not None)
+        trainer = objective.trainer(run, network, args, adapter, [stop, metrics])
     if rank.is_main:
         say(_what(run, rank, trainer.model, resume))
 
@@ -91,4 +83,5 @@ def _what(run: Run, rank: ranks.Rank, network: Any, resume: Any) -> str:
     where = "GPU" if has_gpu() else "CPU"
     ways = "" if rank.alone else f", {rank.world_size} ranks, sharding {run.recipe.train.sharding}"
     start = f"from {resume.name}" if resume else "from step 0"
-    return f"train: {run.recipe.train.tuning} on the {where}{ways}, {trainable:,} trainable parameters, {start}"
+    what = f"{run.recipe.train.objective}, {run.recipe.train.tuning}"
+    return f"train: {what} on the {where}{ways}, {trainable:,} trainable parameters, {start}"

@@ -29,10 +29,11 @@ ZERO3: dict[str, Any] = {
 }
 
 
-def sft_config(run: Run) -> Any:
-    """trl.SFTConfig. Raises WherryError (exit 2) with TRL's own words where it refuses a value."""
-    from trl import SFTConfig
+def training_args(run: Run) -> Any:
+    """trl.SFTConfig or trl.DPOConfig. Raises WherryError (exit 2) with TRL's own words where it refuses a value."""
+    import trl
 
+    objective = run.recipe.train.objective
     args = dict(run.recipe.train.args)
     args.setdefault("max_length", run.manifest()["contract"]["max_length"])
     args.setdefault("report_to", "none")
@@ -41,10 +42,11 @@ def sft_config(run: Run) -> Any:
         args["deepspeed"] = ZERO3
     if not has_gpu():
         args |= {"use_cpu": True, "dataloader_pin_memory": False}
-    if not args.get("packing"):
+    if objective == "sft" and not args.get("packing"):
         # Nothing is left to do: rows are tokenised, masked and short enough.
         args["dataset_kwargs"] = {"skip_prepare_dataset": True}
-    return _checked("train.args", SFTConfig, output_dir=str(run.dir("train") / "checkpoints"), **args)
+    config_class = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[objective]
+    return _checked("train.args", config_class, output_dir=str(run.dir("train") / "checkpoints"), **args)
 
 
 def lora_config(train: Train) -> Any:

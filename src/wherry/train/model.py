@@ -16,7 +16,6 @@ from wherry.train.config import quantization_config
 def load(run: Run, rank: Rank) -> Any:
     """The base model on this process's device, quantised as it is read for qlora; 16-bit weights in bfloat16."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     recipe = run.recipe
     folder = run.dir("prepare") / "model"
@@ -29,18 +28,34 @@ def load(run: Run, rank: Rank) -> Any:
 
         # Unless it knows the ranks by now, it splits weights for a world of one: it does not engage.
         deepspeed.init_distributed(dist_backend="nccl" if has_gpu() else "gloo")
+    dtype = torch.bfloat16 if recipe.train.tuning != "full" else torch.float32
+    return _from_pretrained(run, dtype, quantization_config(recipe.train))
+
+
+def load_reference(run: Run) -> Any:
+    """The frozen model that full tuning by preference is compared with: bfloat16, split as the trained one is."""
+    import torch
+
+    return _from_pretrained(run, torch.bfloat16, None).eval().requires_grad_(False)
+
+
+def _from_pretrained(run: Run, dtype: Any, quantization: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    sharded = run.recipe.train.sharding == "zero3"
     return AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.bfloat16 if recipe.train.tuning != "full" else torch.float32,
-        quantization_config=quantization_config(recipe.train),
+        run.dir("prepare") / "model",
+        dtype=dtype,
+        quantization_config=quantization,
         # Under ZeRO-3 each parameter is split as it is read; any device map would undo that.
         device_map=None if sharded else {"": torch.cuda.current_device() if has_gpu() else "cpu"},
-        trust_remote_code=recipe.model.trust_remote_code,
+        trust_remote_code=run.recipe.model.trust_remote_code,
     )
 
 
 def dataset(run: Run, name: str) -> Any:
-    """Rows of input_ids and labels, mapped from prepare's Arrow file: no copy in memory, shared by all ranks."""
+    """Rows of token ids, mapped from prepare's Arrow file: no copy in memory, shared by all ranks."""
     from datasets import Dataset
 
     return Dataset.from_file(str(run.dir("prepare") / f"{name}.arrow"))
