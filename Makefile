@@ -38,14 +38,15 @@ lock: setup ## resolve containers/requirements/*.in again (ARGS=--upgrade: to ne
 demo: setup $(MODEL) ## the whole chain on a real small model, on this machine (about 5 minutes on 2 cores)
 	recipes/demo.sh
 
-.PHONY: prepare train merge serve eval report
+.PHONY: prepare plan train merge serve eval report
 prepare: setup ## fetch and check model and data       (RECIPE=… RUN=… ARGS='key=value …')
+plan: setup ## whether it fits the GPUs, and what would (ARGS='--gpus 3x8xH100-80')
 train: setup ## tune the prepared model
 merge: setup ## put the adapter into the base weights
 serve: setup ## run vLLM behind the readiness gate
 eval: setup ## score the base or the merged model
 report: setup ## what a run did
-prepare train merge serve eval report:
+prepare plan train merge serve eval report:
 	$(call RUN_MODE,$@)
 
 include containers/image.mk

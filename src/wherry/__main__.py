@@ -12,6 +12,7 @@ from wherry.nearest import nearest
 
 MODES = {
     "prepare": "fetch and check the model and the data, write the token contract",
+    "plan": "whether it fits, how long it takes, what would fit: arithmetic alone",
     "train": "tune the prepared model; a second start resumes",
     "merge": "put the adapter into the base weights, tensor by tensor",
     "serve": "run vLLM behind the readiness gate",
