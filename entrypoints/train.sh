@@ -17,7 +17,7 @@ recorded() {
   local code=0
   shift
   [[ -n ${WHERRY_EXITS:-} ]] || exec "$@"
-  trap : TERM # Slurm tells every process of a step; this one waits for the rank to save
+  trap 'touch "${WHERRY_EXITS}/sigterm"' TERM # Slurm tells every process of a step; this one waits for the rank to save
   "$@" || code=$?
   echo "${code}" >"${WHERRY_EXITS}/${name}"
   exit "${code}"
@@ -73,9 +73,9 @@ with_torchrun() {
   (recorded "node-${SLURM_NODEID}" env "RANK=$((SLURM_NODEID * workers))" LOCAL_RANK=0 "LOCAL_WORLD_SIZE=${workers}" \
     "WORLD_SIZE=$((SLURM_STEP_NUM_NODES * workers))" "${python}" -m wherry.ranks)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((${SLURM_CPUS_PER_TASK:-1} >= workers ? SLURM_CPUS_PER_TASK / workers : 1))}
-  exec "${python}" -m torch.distributed.run --nnodes "${SLURM_STEP_NUM_NODES}" --node-rank "${SLURM_NODEID}" \
+  exec "${python}" -m wherry.launch --nnodes "${SLURM_STEP_NUM_NODES}" --node-rank "${SLURM_NODEID}" \
     --nproc-per-node "${workers}" --master-addr "${MASTER_ADDR}" --master-port "${MASTER_PORT}" \
-    --no-python "${self}" "$@"
+    --no-python -- "${self}" "$@" # "--": torchrun would take --run for an abbreviation of an option of its own
 }
 
 main() {
