@@ -5,7 +5,7 @@
 #   host.sh base           localhost/debian:bookworm-slim, made of Debian's packages, and its archive base.tar
 #   host.sh apptainer      Debian sid's apptainer, beside the system
 #   host.sh as-user CMD…   run CMD as an ordinary user who can build and run SIFs
-#   host.sh clean          end what runs and delete everything
+#   host.sh clean [but-sif]  end what runs and delete everything, or all but the SIF of Apptainer.def and apptainer
 #
 # All of it lies in $WHERRY_CI. The stand-in base carries this machine's certificates: it and its children are for
 # tests alone, never for publication.
@@ -114,14 +114,19 @@ as_user() {
 }
 
 clean() {
-  # podman 4.3 may fail after all its work is done, so what counts is the last line.
+  # podman 4.3 may fail after all its work is done, so what counts are the last lines.
   [[ ! -f ${CONTAINERS_STORAGE_CONF} ]] || podman system reset --force >/dev/null 2>&1 || true
+  if [[ ${1:-} == but-sif && -f ${home}/of-recipe.sif ]]; then
+    find "${WHERRY_CI}" -mindepth 1 -maxdepth 1 ! -name apptainer ! -name home ! -name fuse -exec rm -rf {} +
+    find "${home}" -mindepth 1 -maxdepth 1 ! -name 'of-recipe.*' -exec rm -rf {} +
+    return 0
+  fi
   ! id "${user}" >/dev/null 2>&1 || userdel "${user}" 2>/dev/null || true
   rm -rf "${WHERRY_CI}"
 }
 
 case ${1:-} in
-  engines | base | apptainer | clean) "$1" ;;
+  engines | base | apptainer | clean) "$@" ;;
   as-user) shift && as_user "$@" ;;
   *) sed -n '2,/^set /p' "$0" >&2 && exit 2 ;;
 esac
