@@ -20,7 +20,7 @@ main() {
       shift
       main "$@"
       ;;
-    prepare | plan | wait | report | version | -*) exec "${wherry[@]}" "$@" ;;
+    prepare | plan | wait | status | report | version | -*) exec "${wherry[@]}" "$@" ;;
     *)
       if type -P "${word}" >/dev/null; then exec "$@"; fi
       exec "${wherry[@]}" "$@" # no such command either: Python names the nearest mode

@@ -18,6 +18,7 @@ MODES = {
     "serve": "run vLLM behind the readiness gate",
     "wait": "wait until a run's server is ready, or has failed",
     "eval": "score the base or the merged model, with intervals",
+    "status": "where a run stands: step, loss, time left, server, jobs",
     "report": "what a run did: time, memory, scores",
     "version": "versions of Wherry and of the packages that matter",
 }

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from wherry.train.metrics import read_metrics
+
 
 class Stop(TrainerCallback):
     """Save and stop at a step's end once asked to: by a file (it survives srun, apptainer and torchrun) or SIGTERM."""
@@ -66,17 +68,6 @@ class Metrics(TrainerCallback):
             line = {"step": state.global_step, "seconds": round(time.time() - self.started, 2), **logs}
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last one that a kill cut short is left out."""
-    found = []
-    for line in path.read_text().splitlines():
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return found
 
 
 def save_picture(metrics: Path, path: Path) -> None:
