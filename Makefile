@@ -38,22 +38,27 @@ lock: setup ## resolve containers/requirements/*.in again (ARGS=--upgrade: to ne
 demo: setup $(MODEL) ## the whole chain on a real small model, on this machine (about 5 minutes on 2 cores)
 	recipes/demo.sh
 
+include slurm/slurm.mk
+
 .PHONY: prepare plan train merge serve eval report
-prepare: setup ## fetch and check model and data       (RECIPE=… RUN=… ARGS='key=value …')
+prepare: ## fetch and check model and data       (RECIPE=… RUN=… ARGS='key=value …'; on a cluster SITE=… NODES=…)
 plan: setup ## whether it fits the GPUs, and what would (ARGS='--gpus 3x8xH100-80')
-train: setup ## tune the prepared model
-merge: setup ## put the adapter into the base weights
-serve: setup ## run vLLM behind the readiness gate
-eval: setup ## score the base or the merged model
-report: setup ## what a run did
-prepare plan train merge serve eval report:
+train: ## tune the prepared model
+merge: ## put the adapter into the base weights
+serve: ## run vLLM behind the readiness gate
+eval: ## score the base or the merged model
+report: ## what a run did
+prepare train merge serve eval report: $(if $(CLUSTER),,setup)
+	$(call $(if $(CLUSTER),RUN_AS_JOB,RUN_MODE),$@)
+plan:
 	$(call RUN_MODE,$@)
 
 include containers/image.mk
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 .PHONY: test test-unit test-integration test-gpu lint
-test: lint test-unit test-integration test-containers ## everything that must pass before a change lands
+test: export WHERRY_CI_KEEP ?= sif
+test: lint test-unit test-integration test-containers test-slurm ## everything that must pass before a change lands
 
 test-unit: setup ## two minutes
 	$(PYTHON) -m pytest -n 2 tests/unit

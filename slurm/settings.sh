@@ -23,8 +23,9 @@ site=''
 # take_setting WORD: true for NAME=value with a name in capitals, which is kept.
 take_setting() {
   [[ $1 =~ ^([A-Z][A-Z0-9_]*)=(.*)$ ]] || return 1
-  check_name "${BASH_REMATCH[1]}" "command line"
-  cli_value[${BASH_REMATCH[1]}]=${BASH_REMATCH[2]}
+  local -r name=${BASH_REMATCH[1]} value=${BASH_REMATCH[2]}
+  check_name "${name}" "command line"
+  cli_value[${name}]=${value}
 }
 
 # check_name NAME WHERE

@@ -7,6 +7,14 @@ set -euo pipefail
 # shellcheck source=slurm/common.sh
 source slurm/common.sh
 
+errors=$(mktemp) candidates=''
+
+clean_up() {
+  local dir
+  for dir in ${candidates}; do rm -f "${dir}/.wherry-looks"; done
+  rm -f "${errors}"
+}
+
 # ---- what sinfo says: "partition default max-time nodes cpus memory(MB) gres", a line each ---------------------------
 
 partitions() { timeout 20 sinfo --noheader --format='%R %P %l %D %c %m %G' | sort -u; }
@@ -40,13 +48,10 @@ minutes_of() {
 # Runs on the node, without anything of this file. $1: folders to look for.
 # shellcheck disable=SC2016 # the node's shell
 readonly look='
-for i in /sys/class/net/*; do
-  name=${i##*/}
-  [ "$name" = lo ] || echo "interface $name $(cat "$i/operstate") $(ip -o -4 addr show "$name" 2>/dev/null | awk "{ print \$4 }" | paste -sd,)"
-done
+(ip -o -4 addr show || sed "1,2d; s/:.*//" /proc/net/dev) 2>/dev/null | awk "\$2 != \"lo\" && \$1 != \"lo\" { print \"interface\", (NF > 1 ? \$2 \" \" \$4 : \$1) }"
 for i in /sys/class/infiniband/*; do [ ! -e "$i" ] || echo "infiniband ${i##*/}"; done
-echo "apptainer $(type -P apptainer || type -P singularity) $( (apptainer --version || singularity --version) 2>/dev/null)"
-echo "driver $(sed -n "s/^NVRM .* Kernel Module *\(for x86_64 *\)\?\([0-9.]*\).*/\2/p" /proc/driver/nvidia/version 2>/dev/null)"
+echo "apptainer $(type -P apptainer || type -P singularity || echo "is not on the path") $( (apptainer --version || singularity --version) 2>/dev/null)"
+[ ! -e /proc/driver/nvidia/version ] || echo "driver $(sed -n "s/^NVRM .* Kernel Module *\(for x86_64 *\)\?\([0-9.]*\).*/\2/p" /proc/driver/nvidia/version)"
 for d in $1; do
   [ ! -e "$d/.wherry-looks" ] || echo "shared $d $(df -P -BG "$d" | awk "NR == 2 { print \$4 }")"
 done
@@ -129,7 +134,7 @@ TEXT
 }
 
 main() {
-  local partition='' cpu_partition='' gpus=0 limit='' minutes found said candidates errors part dir
+  local partition='' cpu_partition='' gpus=0 limit='' minutes found said part dir
   site=${1:-}
   [[ ${site} =~ ^[A-Za-z0-9._-]+$ ]] || die 2 "site name '${site}'" "make site NAME=…" "letters, digits, '.', '_' and '-'"
   [[ ! -e slurm/sites/${site}.env ]] ||
@@ -138,13 +143,11 @@ main() {
   found=$(partitions) && [[ -n ${found} ]] || die 3 "sinfo lists no partition" "$(uname -n)" "see what sinfo says"
   choose "${found}"
   minutes=$(minutes_of "${limit}")
-  errors=$(mktemp)
   candidates=$(scratch_candidates | paste -sd' ')
-  trap 'rm -f "${errors}"' EXIT
+  trap clean_up EXIT
   for dir in ${candidates}; do : >"${dir}/.wherry-looks"; done
   say "asking a node of ${partition} (a job of seconds)"
   said=$(ask_node "${candidates}") || said=''
-  for dir in ${candidates}; do rm -f "${dir}/.wherry-looks"; done
   mkdir -p slurm/sites
   part=slurm/sites/.${site}.$$.part
   profile >"${part}"

@@ -1,4 +1,5 @@
-# Slurm: included by the Makefile. With SITE=…, or where there is sbatch, train, merge, serve and eval are jobs.
+# Slurm: included by the Makefile. With SITE=…, or where there is sbatch, train, merge, serve and eval are jobs
+# (make MODE CLUSTER= : here all the same).
 SITE ?=
 NODES ?=
 SBATCH ?=
@@ -23,4 +24,4 @@ site: ## look at this cluster and write slurm/sites/NAME.env   (NAME=…)
 	slurm/site.sh $(NAME)
 
 test-slurm: setup ## a real cluster of three nodes on this machine, the whole chain in a real SIF (root, 30 GB without one)
-	$(PYTHON) -m pytest -v -rs -p no:cacheprovider -n 2 --dist loadfile tests/slurm
+	WHERRY_CI_KEEP=$(filter 1,$(WHERRY_CI_KEEP)) $(PYTHON) -m pytest -v -rs -p no:cacheprovider -n 2 --dist loadfile tests/slurm

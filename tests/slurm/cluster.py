@@ -120,6 +120,23 @@ class Job:
         self.cluster.user("scancel", self.id)
 
 
+@dataclass
+class Training(Job):
+    """A job of the stand-in training (training.py)."""
+
+    @property
+    def train(self) -> Path:
+        return self.folder / "runs/demo/train"
+
+    def steps(self) -> list[tuple[int, ...]]:
+        """(attempt, step, ranks) of every step that was finished."""
+        path = self.train / "steps.txt"
+        return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_step(self, number: int, timeout: float = 60) -> None:
+        self.until(lambda: any(step >= number for _, step, _ in self.steps()), timeout, f"step {number}")
+
+
 def copy_checkout(to: Path) -> None:
     """What git knows and what it would add, for the ordinary user; its .venv is this checkout's."""
     names = subprocess.run(

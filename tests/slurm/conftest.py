@@ -9,14 +9,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "containers"))
 import fixtures
-from cluster import USER, Cluster, Job
+from cluster import USER, Cluster, Training
 
 host, base, apptainer, sif_of_recipe = fixtures.host, fixtures.base, fixtures.apptainer, fixtures.sif_of_recipe
 
@@ -61,23 +60,6 @@ def stand_in(cluster: Cluster) -> dict[str, str]:
         "WHERRY_PREFIX": str(here),
         "STAND_IN_TRAIN": "-m wherry.ranks",
     }
-
-
-@dataclass
-class Training(Job):
-    """A job of the stand-in training (training.py)."""
-
-    @property
-    def train(self) -> Path:
-        return self.folder / "runs/demo/train"
-
-    def steps(self) -> list[tuple[int, ...]]:
-        """(attempt, step, ranks) of every step that was finished."""
-        path = self.train / "steps.txt"
-        return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def wait_for_step(self, number: int, timeout: float = 60) -> None:
-        self.until(lambda: any(step >= number for _, step, _ in self.steps()), timeout, f"step {number}")
 
 
 @pytest.fixture

@@ -87,7 +87,9 @@ def site(cluster: Cluster, sif_of_recipe: Sif) -> Site:
     image.symlink_to(sif_of_recipe.path)
     subprocess.run(["chown", "-R", "--no-dereference", f"{USER}:", cluster.checkout], check=True)
     path = f"{sif_of_recipe.host.root}/apptainer/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    return Site(cluster, {"PATH": path, "WHERRY_DEVICE": "cpu", "HF_TOKEN": MARKER, "OMP_NUM_THREADS": "1"})
+    cache = str(cluster.folder / "home/cache")  # of this test alone: a killed compiler leaves its lock behind
+    settings = {"WHERRY_DEVICE": "cpu", "WHERRY_CACHE": cache, "OMP_NUM_THREADS": "1"}
+    return Site(cluster, {"PATH": path, "HF_TOKEN": MARKER, **settings})
 
 
 THREE_NODES = ("--nodes=3", "--gpus-per-node=1")
