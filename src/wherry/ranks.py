@@ -15,6 +15,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from wherry.device import has_gpu
 from wherry.errors import Exit, WherryError, run
 
 
@@ -62,7 +63,21 @@ def visible_gpus() -> int:
 
 
 def check(rank: Rank) -> None:
-    """Refuse, before any weight is read, a rank whose GPU it cannot see. Raises WherryError (exit 3).
+    """Refuse, before any weight is read, a rank that cannot see or not use its GPU. Raises WherryError (exit 3)."""
+    check_visible(rank)
+    job = int(os.environ.get("WHERRY_GPUS_PER_NODE") or 0)
+    if job and os.environ.get("WHERRY_DEVICE") != "cpu" and not has_gpu():
+        raise WherryError(
+            f"the job has {job} GPU{'s' * (job != 1)} on this node, and this container can use none",
+            f"rank {rank.rank} on {socket.gethostname()}: no /dev/nvidiactl",
+            "see that nvidia-smi works on the node (the driver), and that apptainer was given --nv; "
+            "to train on the CPU: WHERRY_DEVICE=cpu",
+            Exit.PREFLIGHT,
+        )
+
+
+def check_visible(rank: Rank) -> None:
+    """Refuse a rank that sees fewer GPUs than its local rank needs. Raises WherryError (exit 3).
 
     WHERRY_GPUS_PER_NODE: GPUs that the job has on this node, as the batch shell (which sees all of them) counted.
     WHERRY_DEVICE=cpu: nothing is asked of GPUs.
@@ -110,7 +125,7 @@ def _cure() -> str:
 
 def main() -> int:
     rank = current()
-    check(rank)
+    check_visible(rank)
     print(json.dumps(asdict(rank) | {"host": socket.gethostname(), "visible_gpus": visible_gpus()}), flush=True)
     return 0
 
