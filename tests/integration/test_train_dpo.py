@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 WHERRY = [sys.executable, "-m", "wherry"]
-TORCHRUN = [str(Path(sys.prefix) / "bin/torchrun"), "--nproc-per-node", "2", "--no-python", "--"]
+TORCHRUN = [str(Path(sys.prefix) / "bin/torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python", "--"]
 
 
 @pytest.fixture

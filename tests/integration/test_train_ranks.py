@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 from wherry.errors import Exit
 
 # "--": torchrun would take --run for an abbreviation of an option of its own.
-TORCHRUN = [str(Path(sys.prefix) / "bin/torchrun"), "--nproc-per-node", "2", "--no-python", "--"]
+TORCHRUN = [str(Path(sys.prefix) / "bin/torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python", "--"]
 WHERRY = [sys.executable, "-m", "wherry"]
 
 
@@ -51,24 +52,32 @@ def losses(run):
     return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
 
 
-def test_sharded_and_unsharded_training_learn_the_same(recipe, runs):
+@pytest.mark.parametrize("tuning", ["lora", "qlora", "full"])
+def test_sharded_and_unsharded_training_learn_the_same(recipe, runs, tuning):
+    rate = "train.args.learning_rate=5e-4" if tuning == "full" else "train.args.learning_rate=2e-3"
     for sharding in ("none", "zero3"):
-        name = ["--run", sharding, f"train.sharding={sharding}", "train.args.learning_rate=2e-3"]
+        name = ["--run", sharding, f"train.sharding={sharding}", f"train.tuning={tuning}", rate]
         prepared(recipe, *name)
         code, err = finish("train", recipe, *name)
         assert code == 0, err
         assert f"2 ranks, sharding {sharding}" in err
+        if sharding == "zero3":
+            share = float(re.search(r"a rank holds .* of weights \((.*)%\)", err)[1])
+            assert share == pytest.approx(50, abs=2.5)  # norms stay whole
     whole, split = losses(runs / "none"), losses(runs / "zero3")
     assert len(whole) == len(split) == 8
     # bfloat16 adapters under ZeRO-3, float32 without: near, not equal.
     assert split == pytest.approx(whole, abs=0.1)
+    assert whole[-1] < whole[0] - 0.1
 
 
-def test_a_sharded_training_stops_and_goes_on(recipe, runs):
-    prepared(recipe, "train.sharding=zero3")
+@pytest.mark.parametrize("tuning", ["lora", "qlora"])
+def test_a_sharded_training_stops_and_goes_on(recipe, runs, tuning):
+    words = ["train.sharding=zero3", f"train.tuning={tuning}"]
+    prepared(recipe, *words)
     run = runs / "tiny"
     process = subprocess.Popen(
-        [*TORCHRUN, *WHERRY, "train", str(recipe), "train.sharding=zero3"],
+        [*TORCHRUN, *WHERRY, "train", str(recipe), *words],
         stderr=subprocess.PIPE,
         text=True,
         env=dict(os.environ),
@@ -82,7 +91,7 @@ def test_a_sharded_training_stops_and_goes_on(recipe, runs):
     stopped = json.loads((run / "manifest.json").read_text())["modes"]["train"]
     assert 1 <= stopped["step"] < 8
     assert "stopped as asked" in stopped["ended_by"]
-    code, err = finish("train", recipe, "train.sharding=zero3")
+    code, err = finish("train", recipe, *words)
     assert code == 0, err
     assert f"from checkpoint-{stopped['step']}" in err
     assert len(losses(run)) == 8

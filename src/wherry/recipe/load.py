@@ -217,13 +217,6 @@ def _check_meaning(recipe: Recipe, origin: dict[str, str]) -> None:
             origin.get("train.lora", "recipe"),
             "remove train.lora, or use train.tuning: lora",
         )
-    if recipe.train.sharding == "zero3" and recipe.train.tuning == "qlora":
-        raise WherryError(
-            "train.sharding is zero3 and train.tuning is qlora: it would not split 4-bit weights while it loads them, "
-            "so every rank would need room for all",
-            origin.get("train.sharding", "recipe"),
-            "use train.tuning: lora with zero3 (16-bit weights, split over all GPUs), or train.sharding: none",
-        )
     if recipe.train.quantization and recipe.train.tuning != "qlora":
         raise WherryError(
             f"train.quantization is given but train.tuning is {recipe.train.tuning}",

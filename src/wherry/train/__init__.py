@@ -4,6 +4,8 @@ train/checkpoints/checkpoint-N   complete ones hold complete.json
 train/adapter                    the LoRA adapter and its tokenizer (train.tuning: full leaves train/model)
 train/metrics.jsonl, train/loss.png
 train/stop-requested             create this file to stop at the next step: exit 75
+
+--dry-run needs nothing prepared and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -18,11 +20,16 @@ from wherry.rundir import Run
 
 
 def main(arguments: list[str]) -> int:
-    options = parser("train", __doc__, "wherry train recipes/demo.yaml train.args.learning_rate=1e-4").parse_args(
-        arguments
+    made = parser("train", __doc__, "wherry train recipes/demo.yaml train.args.learning_rate=1e-4")
+    made.add_argument(
+        "--dry-run", action="store_true", help="a few steps with random weights: memory and speed, measured"
     )
+    made.add_argument("--steps", type=int, default=4, metavar="N", help="of a dry run (default: 4)")
+    options = made.parse_args(arguments)
     rank = ranks.current()
     run = open_run(options)
+    if options.dry_run:
+        return _dry_run(run, rank, options.steps)
     run.require("prepare")
     if run.is_complete("train"):
         say(f"train of run {run.name!r} is complete: {run.dir('train')}")
@@ -31,6 +38,17 @@ def main(arguments: list[str]) -> int:
     quiet_cpu()
     with run.work("train", writes=rank.is_main) as record:
         train(run, rank, record)
+    return 0
+
+
+def _dry_run(run: Run, rank: ranks.Rank, steps: int) -> int:
+    if steps < 1:
+        raise WherryError(f"--steps {steps}", "command line", "give a number of steps above 0")
+    ranks.check(rank)
+    quiet_cpu()
+    from wherry.train.dry_run import dry_run
+
+    dry_run(run, rank, steps)
     return 0
 
 
@@ -45,7 +63,9 @@ def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
     model.check_contract(run)
     set_seed(args.seed)  # before PEFT draws the adapter's first weights; the trainer does so only afterwards
     network = model.load(run, rank)
-    sharding.require(network, run.recipe.train.sharding, rank)
+    split = run.recipe.train.sharding == "zero3" and not rank.alone
+    if split:
+        sharding.require(network, rank, "at load", whole_allowed=run.recipe.train.tuning == "qlora")
     stop = progress.Stop(run.dir("train") / "stop-requested")
     saved = run.dir("train") / "checkpoints"
     if rank.is_main:
@@ -54,7 +74,8 @@ def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
     resume = checkpoints.newest_complete(saved)
     with config.library_refusals("train"):
         metrics = progress.Metrics(run.dir("train") / "metrics.jsonl", resumed=resume is not None)
-        trainer = objective.trainer(run, network, args, adapter, [stop, metrics])
+        callbacks = [stop, metrics] + ([sharding.AtWork(rank)] if split else [])
+        trainer = objective.trainer(run, network, args, adapter, callbacks)
     if rank.is_main:
         say(_what(run, rank, trainer.model, resume))
 

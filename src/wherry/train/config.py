@@ -16,6 +16,10 @@ ZERO3: dict[str, Any] = {
     "zero_optimization": {
         "stage": 3,
         "overlap_comm": True,
+        # By the model's width: what is smaller than ten of its vectors (norms) stays whole on every rank.
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
         "contiguous_gradients": True,
         "stage3_gather_16bit_weights_on_model_save": True,
     },
@@ -35,7 +39,8 @@ def training_args(run: Run) -> Any:
 
     objective = run.recipe.train.objective
     args = dict(run.recipe.train.args)
-    args.setdefault("max_length", run.manifest()["contract"]["max_length"])
+    if "max_length" not in args:
+        args["max_length"] = run.manifest()["contract"]["max_length"]
     args.setdefault("report_to", "none")
     args.setdefault("save_total_limit", 2)
     if run.recipe.train.sharding == "zero3":
@@ -72,6 +77,8 @@ def quantization_config(train: Train) -> Any:
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_compute_dtype": torch.bfloat16,
     }
+    if train.sharding == "zero3":  # all that is gathered in one buffer must be of one type
+        values["bnb_4bit_quant_storage"] = torch.bfloat16
     return _checked("train.quantization", BitsAndBytesConfig, **(values | train.quantization))
 
 

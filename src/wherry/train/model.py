@@ -21,7 +21,8 @@ def load(run: Run, rank: Rank) -> Any:
     folder = run.dir("prepare") / "model"
     sharded = recipe.train.sharding == "zero3"
     if has_gpu():
-        parts = rank.world_size if sharded else 1
+        # 4-bit weights are split only after all of them were read.
+        parts = rank.world_size if sharded and recipe.train.tuning != "qlora" else 1
         memory.require(checkpoint(folder), recipe.train.tuning, parts, torch.cuda.current_device())
     if sharded:
         import deepspeed
