@@ -131,6 +131,7 @@ def test_24_gpus_and_70b_give_lora_with_zero3():
         ("lora", False): False,
         ("lora", True): True,
         ("qlora", False): True,
+        ("qlora", True): True,
         ("full", True): True,
         ("full", False): False,
     }

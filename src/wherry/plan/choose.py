@@ -53,7 +53,8 @@ def options(shape: Shape, setting: Setting, gpus: Gpus) -> list[Option]:
     LoRA whole on each GPU moves nothing but the adapter's gradients. LoRA with ZeRO-3 keeps the base in 16 bits, which
     QLoRA does not. Full tuning is a choice of what is learned, so it is never made here; it stands last.
     """
-    ways = [("lora", False), ("lora", True), ("qlora", False), ("full", True), ("full", False)]
+    ways = [(tuning, sharded) for tuning in ("lora", "qlora") for sharded in (False, True)]
+    ways += [("full", True), ("full", False)]
     return [
         option(shape, another(setting, tuning, sharded), gpus)
         for tuning, sharded in ways
@@ -91,13 +92,12 @@ def _changes(shape: Shape, setting: Setting) -> Iterator[tuple[str, Setting]]:
         if 0 < batch < setting.batch:
             changed = replace(setting, batch=batch, padded=setting.padded and batch > 1)
             yield f"train.args.per_device_train_batch_size={batch}", changed
-    if not setting.sharded and setting.ranks > 1 and setting.tuning != "qlora":
+    if not setting.sharded and setting.ranks > 1:
         yield "train.sharding=zero3", another(setting, setting.tuning, True)
     if setting.tuning == "full":
         yield "train.tuning=lora", another(setting, "lora", setting.sharded)
     if setting.tuning != "qlora":
-        words = "train.tuning=qlora" + (" train.sharding=none" if setting.sharded else "")
-        yield words, another(setting, "qlora", False)
+        yield "train.tuning=qlora", another(setting, "qlora", setting.sharded)
 
 
 def _longest(shape: Shape, setting: Setting, gpus: Gpus) -> int | None:

@@ -7,19 +7,20 @@ tests/unit/test_plan_measured.py compares with peaks measured on an H200, every 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wherry.plan import activations
 from wherry.plan.setting import Setting
 from wherry.plan.shapes import Shape
+from wherry.train.config import ZERO3
 from wherry.train.memory import NF4
 
 GIB = 2**30
 CHUNK = 256  # tokens, TRL's _CHUNKED_LM_HEAD_CHUNK_SIZE
 WORKSPACES = 2 * 32 << 20  # cuBLAS takes 32 MiB for each thread that multiplies: forward's and backward's
-# DeepSpeed's defaults, in parameters: gathered at a time, ahead of use, and in the bucket that gradients leave from.
-LIVE, PREFETCH, BUCKET = 10**9, 5 * 10**7, 5 * 10**8
-STEP_GROUP = 10**9  # its sub_group_size: parameters whose float32 gradients are made at a time
+# DeepSpeed's defaults, in parameters, where train.config.ZERO3 says nothing else: gathered at a time, ahead of use, in
+# the bucket that gradients leave from, and those whose float32 gradients are made at a time.
+LIVE, PREFETCH, BUCKET, STEP_GROUP = 10**9, 5 * 10**7, 5 * 10**8, 10**9
 CONTEXT, NCCL, NCCL_NODES = 0.6 * GIB, 0.5 * GIB, 1.0 * GIB  # not measured by torch; seen in nvidia-smi
 FRAGMENTATION = 0.03  # reserved over allocated: 0.6 to 7 % were measured, 2 % in the middle
 
@@ -73,6 +74,8 @@ def peak(shape: Shape, setting: Setting, nodes: int = 1) -> Moment:
 def moments(shape: Shape, setting: Setting) -> Iterator[Moment]:
     """The loss, forward and backward; each layer's backward, from the last to the first; the optimizer's step."""
     always = static(shape, setting)
+    if setting.sharded and setting.tuning == "qlora":  # bitsandbytes reads whole tensors; the engine splits them
+        yield Moment("loading", always | {"weights": weights(shape, replace(setting, sharded=False))})
     earlier = 1.0 if setting.accumulation > 1 or setting.sharded else 0.0  # of the gradients are there before
     yield Moment(
         "the loss",
@@ -136,22 +139,26 @@ def weights(shape: Shape, setting: Setting) -> Part:
         quantised = shape.layers * shape.layer_linear
         rest, size = shape.embeddings + shape.small, 4 if setting.upcast else 2
         return Part(
-            quantised * 0.5 + rest * size + WORKSPACES,
-            f"{quantised:,} parameters × 0.5 B (NF4) + {rest:,} × {size} B (embeddings, head, norms) + "
-            f"{WORKSPACES >> 20} MiB for cuBLAS",
+            (quantised * 0.5 + rest * size) / setting.parts + WORKSPACES,
+            f"({quantised:,} parameters × 0.5 B (NF4) + {rest:,} × {size} B (embeddings, head, norms)){_over(setting)}"
+            f" + {WORKSPACES >> 20} MiB for cuBLAS",
         )
     size = 4 if setting.tuning == "full" and not setting.sharded else 2
+    reference = 2 if setting.tuning == "full" and setting.paired else 0
     return Part(
-        shape.parameters * size / setting.parts + WORKSPACES,
-        f"{shape.parameters:,} parameters × {size} B{_over(setting)} + {WORKSPACES >> 20} MiB for cuBLAS",
+        shape.parameters * (size + reference) / setting.parts + WORKSPACES,
+        f"{shape.parameters:,} parameters × {size} B{_over(setting)} + {WORKSPACES >> 20} MiB for cuBLAS"
+        + (", and the reference model in 16 bits" if reference else ""),
     )
 
 
 def buffers(shape: Shape, setting: Setting) -> Part:
     """ZeRO-3 gathers what it works on, and sends gradients from a bucket; DDP keeps a copy of all gradients."""
     if setting.sharded:
-        live = max(min(LIVE + PREFETCH, shape.parameters), shape.vocab * shape.hidden)
-        bucket = BUCKET
+        prefetch = zero3("stage3_prefetch_bucket_size", PREFETCH, int(0.9 * shape.hidden**2))
+        bucket = zero3("reduce_bucket_size", BUCKET, shape.hidden**2)
+        held = shape.parameters // 4 if setting.tuning == "qlora" else shape.parameters  # 4 of 4 bits in a number of 16
+        live = max(min(LIVE + prefetch, held), shape.vocab * shape.hidden)
         return Part(
             2.0 * (live + bucket),
             f"2 B × ({live:,} parameters gathered at a time + {bucket:,} in the gradients' bucket)",
@@ -160,6 +167,12 @@ def buffers(shape: Shape, setting: Setting) -> Part:
         count = setting.trainable(shape)
         return Part(count * setting.trainable_size, f"DDP's buckets: {count:,} gradients × {setting.trainable_size} B")
     return Part(0.0, "one rank: none")
+
+
+def zero3(name: str, default: int, by_width: int) -> int:
+    """What Wherry's DeepSpeed configuration says; by_width: what transformers' integration makes of "auto"."""
+    value = ZERO3["zero_optimization"].get(name, default)
+    return by_width if value == "auto" else int(value)
 
 
 def gradients(shape: Shape, setting: Setting, share: float, stepping: bool = False) -> Part:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from wherry.errors import WherryError
 from wherry.plan.shapes import Shape
 from wherry.recipe import Recipe
 
@@ -20,7 +21,8 @@ class Setting:
 
     loss: "chunked" (TRL's default: 256 tokens at a time), "whole" (all logits at once, loss_type nll) or "fused"
     (Liger). fused: Liger's RMSNorm and SwiGLU as well. recomputed: how many layers, the first ones, recompute their
-    activations. upcast: PEFT's prepare_model_for_kbit_training was called, which Wherry does not do.
+    activations. paired: preference pairs, two rows for each. upcast: PEFT's prepare_model_for_kbit_training was
+    called, which Wherry does not do.
     """
 
     tuning: str
@@ -34,6 +36,7 @@ class Setting:
     fused: bool = False
     loss: str = "chunked"
     upcast: bool = False
+    paired: bool = False
     padded: bool = False
     dropout: bool = False
     products_kept: bool = False
@@ -45,7 +48,7 @@ class Setting:
     @property
     def tokens(self) -> int:
         """Of a rank in one forward pass."""
-        return self.sequence * self.batch
+        return self.sequence * self.batch * (2 if self.paired else 1)
 
     @property
     def parts(self) -> int:
@@ -91,23 +94,34 @@ def of_recipe(recipe: Recipe, shape: Shape, ranks: int, max_length: int) -> Sett
     train, args = recipe.train, recipe.train.args
     sharded = train.sharding == "zero3"
     fused = bool(args.get("use_liger_kernel"))
-    batch = int(args.get("per_device_train_batch_size", 8))
+    batch = _count(args, "per_device_train_batch_size", 8)
+    paired = train.objective == "dpo"
+    loss = "whole" if paired else {"nll": "whole", "dft": "whole"}.get(str(args.get("loss_type")), "chunked")
     return Setting(
         tuning=train.tuning,
         sharded=sharded,
         ranks=ranks,
-        sequence=int(args.get("max_length") or max_length),
+        sequence=_count(args, "max_length", max_length),
         batch=batch,
         recomputed=shape.layers if args.get("gradient_checkpointing", True) else 0,
         # TRL keeps a quantised model's adapter in bfloat16, and one under ZeRO-3; PEFT makes any other float32.
         adapter_size=2 if sharded or train.tuning == "qlora" else 4,
         autocast=not sharded,
         fused=fused,
-        loss="fused" if fused else {"nll": "whole", "dft": "whole"}.get(str(args.get("loss_type")), "chunked"),
-        padded=batch > 1 and not args.get("packing") and not args.get("padding_free"),
+        loss="fused" if fused else loss,
+        paired=paired,
+        padded=(paired or batch > 1) and not args.get("packing") and not args.get("padding_free"),
         dropout=bool(train.lora.get("lora_dropout")),
         optimizer=str(args.get("optim", "adamw_torch_fused")),
         lora_rank=int(train.lora.get("r", 16)),
         targets=train.lora.get("target_modules", "all-linear"),
-        accumulation=int(args.get("gradient_accumulation_steps", 1)),
+        accumulation=_count(args, "gradient_accumulation_steps", 1),
     )
+
+
+def _count(args: dict[str, Any], name: str, default: int) -> int:
+    """A number above zero. Raises WherryError (exit 2) for anything else."""
+    value = default if args.get(name) is None else args[name]
+    if isinstance(value, int) and value > 0:
+        return value
+    raise WherryError(f"train.args.{name} is {value!r}", f"train.args.{name}", "give a whole number above 0")

@@ -14,7 +14,7 @@ def trainer(run: Run, network: Any, args: Any, adapter: Any, callbacks: list[Any
 
     objective = run.recipe.train.objective
     more = {"ref_model": model.load_reference(run)} if objective == "dpo" and adapter is None else {}
-    return checkpoints.with_markers(_trainer_class(objective))(
+    return checkpoints.with_markers(trainer_class(objective))(
         model=network,
         args=args,
         train_dataset=model.dataset(run, "train"),
@@ -26,7 +26,8 @@ def trainer(run: Run, network: Any, args: Any, adapter: Any, callbacks: list[Any
     )
 
 
-def _trainer_class(objective: str) -> Any:
+def trainer_class(objective: str) -> Any:
+    """TRL's trainer for rows of token ids."""
     if objective == "sft":
         from trl import SFTTrainer
 
