@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from wherry.merge import reload, verify
 from wherry.rundir import Run
 from wherry.safetensors_file import checkpoint
 
@@ -76,6 +77,16 @@ def make_run(
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in checkpoint(folder).files for name, tensor in load_file(path).items()}
+
+
+def reload_here(monkeypatch: Any) -> None:
+    """Let merge ask transformers in this process: the same question, without the seconds that a new one needs."""
+
+    def ask(folder: Path, what: str, trust: bool) -> None:
+        if complaint := getattr(reload, what)(str(folder), trust):
+            raise verify._failed(f"transformers loads it, but {complaint}", folder)
+
+    monkeypatch.setattr(verify, "_ask_transformers", ask)
 
 
 def edit_adapter(folder: Path, change: Any) -> None:

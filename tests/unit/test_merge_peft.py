@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from merge_models import edit_adapter, make_adapter, make_base, make_run, tensors_of, with_adapter
+from merge_models import edit_adapter, make_adapter, make_base, make_run, reload_here, tensors_of, with_adapter
 from transformers import AutoModelForCausalLM
 
 from wherry import merge
@@ -36,6 +36,7 @@ IDS = torch.arange(24)[None]
 @pytest.fixture(autouse=True)
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHERRY_RUNS", str(tmp_path / "runs"))
+    reload_here(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,33 +1,44 @@
-"""Put the adapter into the base weights, tensor by tensor, in the memory of the largest one.
+"""Put the adapter into the base weights: streaming, in constant memory, verified, atomic; a second start goes on.
 
 Reads prepare/model (the base), prepare/tokenizer and train/adapter; writes merge/model, which anything that reads
-Hugging Face models takes, and merge/sha256.json. The arithmetic is PEFT's own. docs/merge.md says more.
+Hugging Face models takes. The result is that of PEFT's merge_and_unload(). docs/merge.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import Any
 
 from wherry import cli
+from wherry.errors import WherryError
 from wherry.rundir import Run, peak_rss_bytes
 
 
 def main(arguments: list[str]) -> int:
     options = _options(arguments)
+    if isinstance(options.verify, str):
+        return _verify_folder(Path(options.verify))
     run = cli.open_run(options)
-    if options.verify:
-        return _verify(run)
     run.require("prepare")
     run.require("train")
+    _check_meaning(run)
+    if options.verify:
+        return _verify(run)
+    if options.compare:
+        from wherry.merge.compare import compare
+
+        print(compare(run), end="")
+        return 0
+    from wherry.merge import model
+
     if run.is_complete("merge"):
+        model.refuse_outdated(run)
         cli.say(f"merge of run {run.name!r} is complete: {run.dir('merge') / 'model'}")
         return 0
     started = time.monotonic()
     with run.work("merge") as record:
-        from wherry.merge import model  # imports torch and PEFT: only now, so that mistakes are answered at once
-
         work = model.link_trained if run.recipe.train.tuning == "full" else model.merge
         record |= work(run)
     print(_summary(run, record, time.monotonic() - started))
@@ -35,9 +46,47 @@ def main(arguments: list[str]) -> int:
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = cli.parser("merge", __doc__, "wherry merge recipes/demo.yaml")
-    parser.add_argument("--verify", action="store_true", help="read a finished merge again: headers and sha256 sums")
+    parser = cli.parser(
+        "merge",
+        __doc__,
+        "wherry merge recipes/demo.yaml\n  wherry merge recipes/demo.yaml merge.base=nf4 --run demo-nf4\n"
+        "  wherry merge --verify runs/demo/merge/model",
+    )
+    parser.add_argument(
+        "--verify",
+        nargs="?",
+        const=True,
+        metavar="DIR",
+        help="read a finished merge again: that of the run, or the one in DIR",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="measure on prompts which merge.base is closer to base + adapter (needs memory for the whole model twice)",
+    )
     return parser.parse_args(arguments)
+
+
+def _check_meaning(run: Run) -> None:
+    if run.recipe.merge.base == "nf4" and run.recipe.train.tuning != "qlora":
+        raise WherryError(
+            f"merge.base is nf4 but train.tuning is {run.recipe.train.tuning}: nothing was trained on NF4 weights",
+            "merge.base",
+            "remove merge.base, or train with train.tuning: qlora",
+        )
+
+
+def _verify_folder(folder: Path) -> int:
+    from wherry.merge import model
+
+    if not (folder / model.MANIFEST).is_file():
+        raise WherryError(
+            f"{folder} is not a folder that merge has finished: {model.MANIFEST} is not in it",
+            str(folder.absolute()),
+            "wherry merge --verify runs/NAME/merge/model, or: wherry merge --run NAME --verify",
+        )
+    print(model.verify_again(folder))
+    return 0
 
 
 def _verify(run: Run) -> int:
@@ -45,7 +94,8 @@ def _verify(run: Run) -> int:
     run.require("merge")
     from wherry.merge import model
 
-    print(model.verify_again(run))
+    model.refuse_outdated(run)
+    print(model.verify_again(run.dir("merge") / "model", run))
     return 0
 
 

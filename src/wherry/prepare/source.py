@@ -40,7 +40,7 @@ def stage_model(model: Model, target: Path) -> dict[str, Any]:
     if not (target / "config.json").is_file():
         raise WherryError("config.json is missing", str(target.resolve()), "download the model again", Exit.PREFLIGHT)
     whole = checkpoint(target)
-    return source | {"bytes": whole.total_size, "files": len(whole.files), "fingerprint": _fingerprint(whole.files)}
+    return source | {"bytes": whole.total_size, "files": len(whole.files), "fingerprint": fingerprint(whole.files)}
 
 
 def _link(folder: Path, target: Path) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _convert(path: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _fingerprint(files: list[Path]) -> str:
+def fingerprint(files: list[Path]) -> str:
     """sha256 over names, sizes and the first and last 64 KiB of each file: another model is told apart in no time."""
     digest = hashlib.sha256()
     for path in sorted(files):

@@ -52,7 +52,12 @@ class Train(Section):
 
 
 class Merge(Section):
-    pass
+    base: Literal["bf16", "nf4"] = "bf16"
+    """What the adapter is added to: the model's own weights, or (qlora) their values after quantisation to 4 bits."""
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """dtype of the merged weights. Default: that of the base."""
+    max_shard_size: str | None = Field(None, pattern=r"^\d+ *([kKmMgG][iI]?[bB])$")
+    """Size of one weights file, as save_pretrained takes it: 5GB. Default: the files of the base."""
 
 
 class Serve(Section):
