@@ -27,4 +27,5 @@ source slurm/multinode.sh
 begin doctor "$@"
 rendezvous
 step_shape "$(tasks_per_node)"
-exec srun "${step[@]}" "${container[@]}" doctor "${arguments[@]}"
+attempt srun "${step[@]}" "${container[@]}" doctor "${arguments[@]}"
+exit "${code}"

@@ -13,7 +13,10 @@ source slurm/common.sh
 # submit MODE WORD…: after the job `id` where there is one.
 submit() {
   local -r after=(${id:+"--dependency=afterok:${id}" --kill-on-invalid-dep=yes})
-  id=$(slurm/submit.sh "${after[@]}" "$@")
+  id=$(
+    leave_to_the_job ''
+    exec slurm/submit.sh "${after[@]}" "$@"
+  )
 }
 
 main() {
@@ -30,7 +33,7 @@ main() {
   settings
   require_recipe
   case ${WHERRY_PREPARE:-here} in
-    here) slurm/prepare.sh "$@" ;;
+    here) (leave_to_the_job '' && exec slurm/prepare.sh "$@") ;;
     job) submit prepare "$@" ;;
     *) die 2 "WHERRY_PREPARE=${WHERRY_PREPARE}" "${origin[WHERRY_PREPARE]}" "here, or job" ;;
   esac

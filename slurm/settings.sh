@@ -117,6 +117,15 @@ settings() {
   done
 }
 
+# leave_to_the_job [PREFIX]: unset what was settled here, but for names with that prefix: the job finds the profile's
+# values and the defaults by itself, and says where they come from.
+leave_to_the_job() {
+  local name
+  for name in "${!origin[@]}"; do
+    if [[ ${origin[${name}]} != environment && (-z ${1:-} || ${name} != "$1"*) ]]; then unset "${name}"; fi
+  done
+}
+
 # note_of_job SBATCH_NAME: it was sbatch that read it, from the environment that submit.sh made, before there was a job.
 note_of_job() {
   local -r value=${cli_value[$1]-${site_value[$1]-}}

@@ -55,7 +55,7 @@ echo "apptainer $(type -P apptainer || type -P singularity || echo "is not on th
 for d in $1; do
   [ ! -e "$d/.wherry-looks" ] || echo "shared $d $(df -P -BG "$d" | awk "NR == 2 { print \$4 }")"
 done
-for d in "$SLURM_TMPDIR" "$TMPDIR" /local /scratch /tmp; do
+for d in "$SLURM_TMPDIR" /local /scratch /tmp; do
   [ ! -w "$d" ] || echo "local $d $(df -P -BG "$d" | awk "NR == 2 { print \$4 }")"
 done'
 

@@ -9,14 +9,6 @@ set -euo pipefail
 # shellcheck source=slurm/common.sh
 source slurm/common.sh
 
-# The job finds the profile's values and the defaults by itself, and says where they come from.
-leave_to_the_job() {
-  local name
-  for name in "${!origin[@]}"; do
-    if [[ ${name} != SBATCH_* && ${origin[${name}]} != environment ]]; then unset "${name}"; fi
-  done
-}
-
 main() {
   local options=() words=() id
   while [[ ${1:-} == -* ]]; do
@@ -35,7 +27,7 @@ main() {
   require_image
   print_settings '^SBATCH_'
   id=$(
-    leave_to_the_job
+    leave_to_the_job SBATCH_ # for sbatch itself
     exec sbatch --parsable "${options[@]}" "slurm/${mode}.sh" "${words[@]}"
   )
   id=${id%%;*} # "id;cluster" where there are several
