@@ -30,6 +30,23 @@ DEPENDS_ON: dict[str, tuple[str, ...]] = {
     "merge": ("merge",),
     "eval": ("eval", "serve.vllm"),
 }
+# Of these only memory and speed depend, not what is learned: a run goes on with other values.
+MAY_CHANGE = {
+    f"train.args.{name}"
+    for name in (
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+        "activation_offloading",
+        "use_liger_kernel",
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "dataloader_prefetch_factor",
+        "torch_empty_cache_steps",
+    )
+}
 # Modes whose earlier result is kept beside a new one instead of being refused.
 REPEATABLE = ("eval",)
 
@@ -81,7 +98,7 @@ class Run:
             if not self._holds_work(mode):
                 continue
             before, now = read_json(path), self.inputs(mode)
-            for key in sorted({*before, *now}):
+            for key in sorted({*before, *now} - MAY_CHANGE):
                 if before.get(key) != now.get(key):
                     raise WherryError(
                         f"run {self.name!r} was made with another recipe: {key} was {before.get(key)!r}, "

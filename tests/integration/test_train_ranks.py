@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -95,6 +96,37 @@ def test_a_sharded_training_stops_and_goes_on(recipe, runs, tuning):
     assert code == 0, err
     assert f"from checkpoint-{stopped['step']}" in err
     assert len(losses(run)) == 8
+
+
+@pytest.mark.parametrize(("sharding", "before", "after"), [("zero3", 3, 2), ("zero3", 2, 3), ("none", 3, 2)])
+def test_another_number_of_ranks_goes_on(recipe, runs, sharding, before, after):
+    """The same rows make a step and the optimizer is put together: the adapter is that of a run that kept its ranks."""
+    from safetensors.torch import load_file
+
+    def words(ranks, name):
+        args = {"learning_rate": 2e-3, "save_steps": 4, "per_device_train_batch_size": 6 // ranks}
+        overrides = [f"train.args.{key}={value}" for key, value in args.items()]
+        return ["train", recipe, "--run", name, f"train.sharding={sharding}", *overrides]
+
+    def launcher(ranks):
+        return (*TORCHRUN[:3], str(ranks), *TORCHRUN[4:], *WHERRY)
+
+    for name in ("whole", "cut"):
+        prepared(recipe, "--run", name)
+    code, err = finish(*words(before, "whole"), launcher=launcher(before))
+    assert code == 0, err
+    shutil.copytree(runs / "whole/train", runs / "cut/train")
+    for later in ("checkpoints/checkpoint-8", "adapter"):
+        shutil.rmtree(runs / "cut/train" / later)
+    (runs / "cut/train/complete.json").unlink()
+    code, err = finish(*words(after, "cut"), launcher=launcher(after))
+    assert code == 0, err
+    assert f"checkpoint-4 was saved by {before} ranks, now there are {after}" in err
+    assert "rows until" not in err
+    one, two = (load_file(runs / name / "train/adapter/adapter_model.safetensors") for name in ("whole", "cut"))
+    apart = sum((tensor.float() - two[name].float()).norm() ** 2 for name, tensor in one.items()) ** 0.5
+    learned = sum(tensor.float().norm() ** 2 for name, tensor in one.items() if "lora_B" in name) ** 0.5
+    assert apart < 0.02 * learned  # bfloat16 sums over other groups of rows
 
 
 def test_a_model_loaded_before_the_configuration_is_refused(recipe, runs, tmp_path):

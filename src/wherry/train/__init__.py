@@ -55,10 +55,13 @@ def _dry_run(run: Run, rank: ranks.Rank, steps: int) -> int:
 def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
     from transformers import set_seed
 
-    from wherry.train import checkpoints, config, model, objective, output, progress, sharding
+    from wherry.train import checkpoints, config, model, objective, output, progress, sharding, world
 
     # The configuration exists before any weight is read: libraries shard by what they find when the model is loaded.
-    args = config.training_args(run)
+    saved = run.dir("train") / "checkpoints"
+    resume = checkpoints.newest_complete(saved)
+    reshaped = world.changed(resume, rank.world_size)
+    args = config.training_args(run, universal=reshaped)
     adapter = config.lora_config(run.recipe.train)
     model.check_contract(run)
     set_seed(args.seed)  # before PEFT draws the adapter's first weights; the trainer does so only afterwards
@@ -67,16 +70,18 @@ def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
     if split:
         sharding.require(network, rank, "at load", whole_allowed=run.recipe.train.tuning == "qlora")
     stop = progress.Stop(run.dir("train") / "stop-requested")
-    saved = run.dir("train") / "checkpoints"
     if rank.is_main:
-        checkpoints.set_aside_unfinished(saved)
+        checkpoints.set_aside_damaged(saved)
+        if resume and reshaped and args.deepspeed:
+            world.make_universal(resume)
     args.distributed_state.wait_for_everyone()
-    resume = checkpoints.newest_complete(saved)
     with config.library_refusals("train"):
         metrics = progress.Metrics(run.dir("train") / "metrics.jsonl", resumed=resume is not None)
         callbacks = [stop, metrics] + ([sharding.AtWork(rank)] if split else [])
         trainer = objective.trainer(run, network, args, adapter, callbacks)
     if rank.is_main:
+        if resume:
+            world.announce(resume, rank.world_size, trainer.get_total_train_batch_size(args))
         say(_what(run, rank, trainer.model, resume))
 
     with stop.on_sigterm():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wherry.cli import say
-from wherry.files import fsync_tree, write_json
+from wherry.files import fsync_tree, read_json, write_json
 
 MARKER = "complete.json"
 
@@ -31,16 +31,43 @@ def with_markers(trainer_class: Any) -> Any:
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 root = Path(self.args.output_dir)
-                mark(root / f"checkpoint-{self.state.global_step}")
+                checkpoint = root / f"checkpoint-{self.state.global_step}"
+                mark(checkpoint, self.args.world_size, self.get_total_train_batch_size(self.args))
                 remove_old(root, keep)
 
     Marking.__name__ = trainer_class.__name__  # TRL writes it into model cards
     return Marking
 
 
-def mark(checkpoint: Path) -> None:
+def mark(checkpoint: Path, ranks: int, batch: int) -> None:
+    """batch: rows of a step, over all ranks."""
     fsync_tree(checkpoint)
-    write_json(checkpoint / MARKER, {"saved": time.time()})
+    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in _files(checkpoint)}
+    write_json(checkpoint / MARKER, {"saved": time.time(), "world_size": ranks, "batch": batch, "bytes": sizes})
+
+
+def saved_by(checkpoint: Path) -> tuple[int, int]:
+    """The number of ranks that saved it, and of rows in each of their steps."""
+    marker = read_json(checkpoint / MARKER)
+    return int(marker["world_size"]), int(marker["batch"])
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What has become of a checkpoint since it was marked, by its files' sizes; None: it is whole."""
+    if not (checkpoint / MARKER).is_file():
+        return "was not saved to its end"
+    sizes = read_json(checkpoint / MARKER)["bytes"]
+    for name, size in sizes.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"has lost {name}"
+        if path.stat().st_size != size:
+            return f"has {path.stat().st_size} of {size} bytes of {name}"
+    return None
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def remove_old(root: Path, keep: int | None) -> None:
@@ -53,17 +80,16 @@ def remove_old(root: Path, keep: int | None) -> None:
 
 def newest_complete(root: Path) -> Path | None:
     """The newest checkpoint that is whole."""
-    whole = [path for path in numbered(root) if (path / MARKER).is_file()]
-    return whole[-1] if whole else None
+    return next((path for path in reversed(numbered(root)) if damage(path) is None), None)
 
 
-def set_aside_unfinished(root: Path) -> None:
-    """Rename checkpoints that were not saved to their end, and name them: never used, never deleted."""
+def set_aside_damaged(root: Path) -> None:
+    """Rename checkpoints that are not whole, and name them: never used, never deleted."""
     for path in numbered(root):
-        if not (path / MARKER).is_file():
+        if what := damage(path):
             aside = path.with_name(f"{path.name}.incomplete-{int(time.time())}")
             path.rename(aside)
-            say(f"train: {path.name} was not saved to its end; set aside as {aside.name}")
+            say(f"train: {path.name} {what}; set aside as {aside.name}")
 
 
 def numbered(root: Path) -> list[Path]:

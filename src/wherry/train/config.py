@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,8 +34,11 @@ ZERO3: dict[str, Any] = {
 }
 
 
-def training_args(run: Run) -> Any:
-    """trl.SFTConfig or trl.DPOConfig. Raises WherryError (exit 2) with TRL's own words where it refuses a value."""
+def training_args(run: Run, universal: bool = False) -> Any:
+    """trl.SFTConfig or trl.DPOConfig; universal: the checkpoint to go on from is one (world.py).
+
+    Raises WherryError (exit 2) with TRL's own words where it refuses a value.
+    """
     import trl
 
     objective = run.recipe.train.objective
@@ -44,8 +48,10 @@ def training_args(run: Run) -> Any:
     args.setdefault("report_to", "none")
     args.setdefault("save_total_limit", 2)
     if run.recipe.train.sharding == "zero3":
-        args["deepspeed"] = ZERO3
+        args["deepspeed"] = ZERO3 | ({"checkpoint": {"load_universal": True}} if universal else {})
     if not has_gpu():
+        # Ranks on a CPU would be on "cpu:0", for which torch.load restores no optimizer.
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
         args |= {"use_cpu": True, "dataloader_pin_memory": False}
     if objective == "sft" and not args.get("packing"):
         # Nothing is left to do: rows are tokenised, masked and short enough.
