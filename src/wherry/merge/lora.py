@@ -15,6 +15,7 @@ import torch
 from wherry.merge.stream import Source, load
 
 STRIDE = 1 << 19  # numbers worked on at once: 2 MB in fp32 stay in a core's cache
+TILE = 32  # rows, or a multiple: matrix kernels then sum as they do for the whole matrix
 
 Rows = Callable[[int, int], torch.Tensor]
 """Rows i to j of a weight, as they are before the merge, in memory of their own."""
@@ -100,7 +101,7 @@ class Lora:
     def deltas(self, begin: int, end: int, width: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(from, to, scaling · B·A) for some rows at a time; the tensor is overwritten by the next one."""
         a, b = self.a.value(), self.b.value()
-        step = max(1, STRIDE // width)
+        step = max(1, STRIDE // width // TILE) * TILE
         for low in range(begin, end, step):
             high = min(low + step, end)
             product = torch.mm(b, a[:, low:high]).T if self.across else torch.mm(b[low:high], a)

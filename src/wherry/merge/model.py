@@ -49,7 +49,8 @@ def merge(run: Run) -> dict[str, Any]:
         try:
             write_files(attempt, run, parts)
             verify.written(attempt.folder, parts.layout, parts.targets, run.manifest().get("contract") or {})
-            verify.loads(attempt.folder, run.recipe.model.trust_remote_code)
+            if _laid_out_anew(parts, run):
+                verify.loads(attempt.folder, run.recipe.model.trust_remote_code)
             _write_manifest(attempt.folder, inputs, known=attempt.done)
         except OSError as error:
             if not no_space(error):
@@ -119,6 +120,12 @@ def inputs_of(run: Run) -> dict[str, Any]:
     if run.recipe.merge.base == "nf4":
         made_of["quantization"] = run.recipe.train.quantization
     return made_of
+
+
+def _laid_out_anew(parts: Parts, run: Run) -> bool:
+    """Whether more than values differ from the base, which train has loaded: then transformers is asked again."""
+    options = run.recipe.merge
+    return bool(options.dtype or options.max_shard_size or plan.unties(parts.targets, parts.config))
 
 
 def _plan_hash(inputs: dict[str, Any], parts: Parts) -> str:
