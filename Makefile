@@ -40,8 +40,10 @@ demo: setup $(MODEL) ## the whole chain on a real small model, on this machine (
 
 include slurm/slurm.mk
 
-.PHONY: prepare plan train merge serve eval report
+.PHONY: doctor prepare plan train merge serve eval report
 prepare: ## fetch and check model and data       (RECIPE=… RUN=… ARGS='key=value …'; on a cluster SITE=… NODES=…)
+doctor: $(if $(CLUSTER),,setup) ## whether this machine, and a job of slurm/train.sh, would work  (RECIPE=… RUN=… ARGS='--gpus 3x8xH100-80')
+	$(if $(CLUSTER),slurm/here.sh doctor $(JOB_WORDS),$(call RUN_MODE,doctor)) --script=slurm/train.sh
 plan: setup ## whether it fits the GPUs, and what would (ARGS='--gpus 3x8xH100-80')
 train: ## tune the prepared model
 merge: ## put the adapter into the base weights

@@ -12,7 +12,7 @@ main() {
   # shellcheck source=entrypoints/environment.sh
   source "${here}/environment.sh"
   case ${word} in
-    train | merge | serve | eval)
+    doctor | train | merge | serve | eval)
       shift
       exec "${here}/${word}.sh" "$@"
       ;;
@@ -20,7 +20,7 @@ main() {
       shift
       main "$@"
       ;;
-    prepare | plan | wait | status | report | version | -*) exec "${wherry[@]}" "$@" ;;
+    prepare | plan | explain | wait | status | report | version | -*) exec "${wherry[@]}" "$@" ;;
     *)
       if type -P "${word}" >/dev/null; then exec "$@"; fi
       exec "${wherry[@]}" "$@" # no such command either: Python names the nearest mode

@@ -6,6 +6,7 @@
 set -euo pipefail
 
 self=$(realpath "${BASH_SOURCE[0]}")
+readonly mode=${WHERRY_LAUNCH:-train} # or doctor, which looks at the same ranks
 # shellcheck source=entrypoints/environment.sh
 source "${self%/*}/environment.sh"
 offline
@@ -68,9 +69,9 @@ with_torchrun() {
     workers=$("${python}" -c 'from wherry.ranks import visible_gpus; print(visible_gpus())')
   fi
   if [[ ${workers:-0} == 0 ]]; then workers=1; fi
-  if ((workers * SLURM_STEP_NUM_NODES == 1)); then recorded rank-0 "${wherry[@]}" train "$@"; fi
+  if ((workers * SLURM_STEP_NUM_NODES == 1)); then recorded rank-0 "${wherry[@]}" "${mode}" "$@"; fi
   # Torchrun takes seconds to start and says only that a worker failed; a wrong binding is found here.
-  (recorded "node-${SLURM_NODEID}" env "RANK=$((SLURM_NODEID * workers))" LOCAL_RANK=0 "LOCAL_WORLD_SIZE=${workers}" \
+  [[ ${mode} == doctor ]] || (recorded "node-${SLURM_NODEID}" env "RANK=$((SLURM_NODEID * workers))" LOCAL_RANK=0 "LOCAL_WORLD_SIZE=${workers}" \
     "WORLD_SIZE=$((SLURM_STEP_NUM_NODES * workers))" "${python}" -m wherry.ranks)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((${SLURM_CPUS_PER_TASK:-1} >= workers ? SLURM_CPUS_PER_TASK / workers : 1))}
   exec "${python}" -m wherry.launch --nnodes "${SLURM_STEP_NUM_NODES}" --node-rank "${SLURM_NODEID}" \
@@ -80,13 +81,13 @@ with_torchrun() {
 
 main() {
   if [[ -n ${RANK:-} || -z ${SLURM_STEP_NUM_TASKS:-} || -z ${MASTER_ADDR:-} ]]; then # torchrun's worker, or no step
-    recorded "rank-${RANK:-0}" "${wherry[@]}" train "$@"
+    recorded "rank-${RANK:-0}" "${wherry[@]}" "${mode}" "$@"
   fi
   network
   if (($(tasks_here) == 1)); then with_torchrun "$@"; fi
   LOCAL_WORLD_SIZE=$(tasks_here)
   export RANK=${SLURM_PROCID} LOCAL_RANK=${SLURM_LOCALID} WORLD_SIZE=${SLURM_STEP_NUM_TASKS} LOCAL_WORLD_SIZE
-  recorded "rank-${RANK}" "${wherry[@]}" train "$@"
+  recorded "rank-${RANK}" "${wherry[@]}" "${mode}" "$@"
 }
 
 main "$@"

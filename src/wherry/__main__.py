@@ -12,6 +12,7 @@ from wherry.nearest import nearest
 
 MODES = {
     "prepare": "fetch and check the model and the data, write the token contract",
+    "doctor": "check this machine, a job script, or every node of a job, before work starts",
     "plan": "whether it fits, how long it takes, what would fit: arithmetic alone",
     "train": "tune the prepared model; a second start resumes",
     "merge": "put the adapter into the base weights, tensor by tensor",
@@ -19,6 +20,7 @@ MODES = {
     "wait": "wait until a run's server is ready, or has failed",
     "eval": "score the base or the merged model, with intervals",
     "status": "where a run stands: step, loss, time left, server, jobs",
+    "explain": "what the errors in a log, or a check of doctor, mean and what to do",
     "report": "what a run did: time, memory, scores",
     "version": "versions of Wherry and of the packages that matter",
 }
