@@ -22,6 +22,9 @@ if ! (umask 077 && mkdir -p "${HOME}" "${WHERRY_CACHE}" 2>/dev/null); then
   exit 3
 fi
 
+# NCCL keeps its last collectives, which a hanging training writes down (train/hang).
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}
+
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-true} HF_HUB_DISABLE_TELEMETRY=1 DO_NOT_TRACK=1
 
 # The environment that install.sh made: the image's, else the checkout's, else whatever python3 is first.

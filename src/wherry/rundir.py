@@ -31,7 +31,7 @@ DEPENDS_ON: dict[str, tuple[str, ...]] = {
     "eval": ("eval", "serve.vllm"),
 }
 # Of these only memory and speed depend, not what is learned: a run goes on with other values.
-MAY_CHANGE = {
+MAY_CHANGE = {"train.hang_timeout"} | {
     f"train.args.{name}"
     for name in (
         "per_device_train_batch_size",

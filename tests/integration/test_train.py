@@ -64,6 +64,10 @@ def test_each_tuning_learns_and_leaves_sound_weights(recipe, runs, tuning):
     losses = [line["loss"] for line in metrics(run) if "loss" in line]
     held_out = [line["eval_loss"] for line in metrics(run) if "eval_loss" in line]
     assert losses[-1] < losses[0] - 0.3
+    *_, last = [line for line in metrics(run) if "loss" in line]
+    assert last["eta_seconds"] == 0
+    assert last["tokens_per_second"] > 10
+    assert 0.1 < last["memory_gib"] < 8
     assert held_out[-1] < held_out[0]
     assert (run / "train" / "loss.png").stat().st_size > 5000
     if tuning == "full":

@@ -129,6 +129,34 @@ def test_another_number_of_ranks_goes_on(recipe, runs, sharding, before, after):
     assert apart < 0.02 * learned  # bfloat16 sums over other groups of rows
 
 
+def test_a_rank_that_hangs_ends_the_training_and_shows_where(recipe, runs, tmp_path):
+    prepared(recipe)
+    script = tmp_path / "hang.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from wherry.train import progress\n"
+        "agreed = progress.Stop._agreed\n"
+        "calls = []\n"
+        "def stuck_here(self, args):\n"
+        "    calls.append(1)\n"
+        "    if os.environ['RANK'] == '1' and len(calls) == 3:\n"
+        "        time.sleep(600)\n"
+        "    return agreed(self, args)\n"
+        "progress.Stop._agreed = stuck_here\n"
+        "from wherry.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    words = ["train", recipe, "train.hang_timeout=8"]
+    code, err = finish(*words, launcher=[*TORCHRUN, sys.executable, str(script)])
+    assert code != 0
+    assert "made no progress for 8 s after step 2" in err
+    assert f"exitcode  : {int(Exit.STOPPED)}" in err
+    assert "stuck_here" in (runs / "tiny/train/hang/rank-1.txt").read_text()
+    code, err = finish("train", recipe)
+    assert code == 0, err
+    assert "from checkpoint-2" in err
+
+
 def test_a_model_loaded_before_the_configuration_is_refused(recipe, runs, tmp_path):
     """The classic mistake, made on purpose: ZeRO-3 does not engage, and nothing but this check says so."""
     prepared(recipe, "train.sharding=zero3")

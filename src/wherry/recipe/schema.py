@@ -43,6 +43,8 @@ class Train(Section):
     """lora: 16-bit base; qlora: base in NF4 with double quantisation (arXiv:2305.14314); full: every weight."""
     sharding: Literal["none", "zero3"] = "none"
     """none: every rank holds the whole model; zero3: weights, gradients and optimizer are split over all ranks."""
+    hang_timeout: float = Field(1800, ge=0)
+    """Seconds without a step after which every rank writes its stacks and ends (exit 75); 0: never."""
     args: dict[str, Any] = Field(default_factory=dict)
     """trl.SFTConfig or trl.DPOConfig by objective (and so transformers.TrainingArguments)."""
     lora: dict[str, Any] = Field(default_factory=dict)

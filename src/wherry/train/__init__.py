@@ -56,6 +56,7 @@ def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
     from transformers import set_seed
 
     from wherry.train import checkpoints, config, model, objective, output, progress, sharding, world
+    from wherry.train.watchdog import Watchdog
 
     # The configuration exists before any weight is read: libraries shard by what they find when the model is loaded.
     saved = run.dir("train") / "checkpoints"
@@ -69,6 +70,7 @@ def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
     split = run.recipe.train.sharding == "zero3" and not rank.alone
     if split:
         sharding.require(network, rank, "at load", whole_allowed=run.recipe.train.tuning == "qlora")
+    watchdog = Watchdog(run.dir("train") / "hang", run.recipe.train.hang_timeout, rank)
     stop = progress.Stop(run.dir("train") / "stop-requested")
     if rank.is_main:
         checkpoints.set_aside_damaged(saved)
@@ -77,14 +79,14 @@ def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
     args.distributed_state.wait_for_everyone()
     with config.library_refusals("train"):
         metrics = progress.Metrics(run.dir("train") / "metrics.jsonl", resumed=resume is not None)
-        callbacks = [stop, metrics] + ([sharding.AtWork(rank)] if split else [])
+        callbacks = [stop, metrics, watchdog] + ([sharding.AtWork(rank)] if split else [])
         trainer = objective.trainer(run, network, args, adapter, callbacks)
     if rank.is_main:
         if resume:
             world.announce(resume, rank.world_size, trainer.get_total_train_batch_size(args))
         say(_what(run, rank, trainer.model, resume))
 
-    with stop.on_sigterm():
+    with stop.on_sigterm(), watchdog.watching():
         result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     record |= {"step": trainer.state.global_step, "max_steps": trainer.state.max_steps, "loss": result.training_loss}
     record |= {"world_size": rank.world_size}

@@ -11,6 +11,7 @@ from typing import Any
 
 from wherry.cli import say
 from wherry.files import fsync_tree, read_json, write_json
+from wherry.train.output import check_adapter
 
 MARKER = "complete.json"
 
@@ -30,8 +31,11 @@ def with_markers(trainer_class: Any) -> Any:
                 self.args.save_total_limit = keep
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                root = Path(self.args.output_dir)
-                checkpoint = root / f"checkpoint-{self.state.global_step}"
+                root, step = Path(self.args.output_dir), self.state.global_step
+                checkpoint = root / f"checkpoint-{step}"
+                if (adapter := checkpoint / "adapter_model.safetensors").is_file():
+                    # A warm-up's first step may have a learning rate of zero.
+                    check_adapter(adapter, self.model, learned=step > 1)
                 mark(checkpoint, self.args.world_size, self.get_total_train_batch_size(self.args))
                 remove_old(root, keep)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +24,27 @@ def save(trainer: Any, run: Run, rank: Rank) -> None:
         trainer.save_model(str(part))
         (part / "training_args.bin").unlink(missing_ok=True)  # a pickle: nothing later reads it
         if not full:
-            expected = sum(p.requires_grad for p in trainer.model.parameters())
-            check_adapter(part / "adapter_model.safetensors", expected)
+            check_adapter(part / "adapter_model.safetensors", trainer.model)
 
 
-def check_adapter(path: Path, expected: int) -> None:
-    """expected: number of trainable tensors. An adapter that is empty, or whose B is zero, has learned nothing."""
+def check_adapter(path: Path, model: Any, learned: bool = True) -> None:
+    """Read an adapter back: a tensor for each that was trained, none empty, all finite, and B not zero (learned).
+
+    Raises WherryError (exit 6).
+    """
     from safetensors.torch import load_file
 
+    expected = sum(p.requires_grad for p in model.parameters())
     # A LoRA on an embedding is saved with the embedding itself (….base_layer.weight), which was not trained.
     tensors = {name: tensor for name, tensor in load_file(path).items() if ".base_layer." not in name}
     empty = [name for name, tensor in tensors.items() if tensor.numel() == 0]
-    broken = [name for name, tensor in tensors.items() if not math.isfinite(tensor.float().abs().max().item())]
+    broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     moved = any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name or "lora_A" not in name)
     if len(tensors) != expected or empty:
         what = f"the saved adapter has {len(tensors)} tensors, {len(empty)} of them empty; {expected} were trained"
     elif broken:
         what = f"{broken[0]} of the saved adapter is not finite"
-    elif not moved:
+    elif learned and not moved:
         what = "every B of the saved adapter is zero: nothing was learned"
     else:
         return

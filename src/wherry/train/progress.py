@@ -48,14 +48,29 @@ class Stop(TrainerCallback):
 
 
 class Metrics(TrainerCallback):
-    """One JSON line per log: step, loss, learning_rate, grad_norm, num_tokens, seconds since the start."""
+    """One JSON line per log: step, loss, learning_rate, grad_norm, num_tokens, and
+
+    seconds            since this process began
+    tokens_per_second  of all ranks, since the line before
+    mfu                model FLOP utilisation: what the tokens need (flops_per_token) over the GPUs' dense
+                       16-bit peak (arXiv:2204.02311); on a known GPU
+    memory_gib         the most that this rank's GPU has held; without a GPU, resident memory
+    eta_seconds        until max_steps, at the pace since the line before
+    """
 
     def __init__(self, path: Path, resumed: bool) -> None:
         self.path = path
         self.started = time.time()
         self.resumed = resumed
+        self.before: tuple[float, int, float] | None = None  # seconds, step, tokens of the line before
+        self.flops = self.peak = 0.0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        from wherry.plan import gpus
+
+        here = gpus.here()
+        self.flops = flops_per_token(model)
+        self.peak = here.tflops * 1e12 * args.world_size if here.origin == "this machine" else 0.0
         # Lines behind the checkpoint that training goes on from would otherwise be there twice.
         if self.path.is_file() and state.is_world_process_zero:
             if not self.resumed:
@@ -65,9 +80,55 @@ class Metrics(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if state.is_world_process_zero and logs:
-            line = {"step": state.global_step, "seconds": round(time.time() - self.started, 2), **logs}
+            seconds = time.time() - self.started
+            line = {"step": state.global_step, "seconds": round(seconds, 2), **logs, **self._pace(seconds, state, logs)}
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
+
+    def _pace(self, seconds: float, state: Any, logs: dict[str, Any]) -> dict[str, float]:
+        if "loss" not in logs:
+            return {}
+        now = (seconds, state.global_step, float(logs.get("num_tokens", 0)))
+        before, self.before = self.before, now
+        found = {"memory_gib": round(_peak_memory() / 2**30, 3)}
+        if before is None or now[1] <= before[1]:
+            return found
+        taken, steps, tokens = (a - b for a, b in zip(now, before, strict=True))
+        found["eta_seconds"] = round(taken / steps * (state.max_steps - state.global_step), 1)
+        if tokens > 0:
+            found["tokens_per_second"] = round(tokens / taken, 1)
+            if self.peak:
+                found["mfu"] = round(tokens / taken * self.flops / self.peak, 4)
+        return found
+
+
+def flops_per_token(model: Any) -> float:
+    """Floating-point operations of forward and backward for a token, without attention and recomputation.
+
+    Two for each parameter that is multiplied with, two more for the gradient of what went in, two for that of a weight
+    which is trained (arXiv:2001.08361, section 2.1). Embeddings are looked up, not multiplied.
+    """
+    from wherry.train.sharding import size
+
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        if "embed_tokens" in name and not tied:
+            continue
+        count = size(parameter)
+        if type(parameter).__name__ == "Params4bit":  # packed, two to a byte
+            count *= 2 * parameter.element_size()
+        total += count * (6 if parameter.requires_grad else 4)
+    return total
+
+
+def _peak_memory() -> int:
+    """Bytes."""
+    import torch
+
+    from wherry.rundir import peak_rss_bytes
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else peak_rss_bytes()
 
 
 def save_picture(metrics: Path, path: Path) -> None:
