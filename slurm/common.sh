@@ -90,8 +90,8 @@ clean_environment() {
 }
 
 make_container() {
-  local gpu=(--nv) binds=("${PWD}") dir id
-  if [[ ${mode} == merge || ${mode} == prepare ]]; then gpu=(); fi
+  local gpu=() binds=("${PWD}") dir id
+  if [[ ${mode} =~ ^(doctor|train|serve|eval)$ ]]; then gpu=(--nv); fi
   for dir in "${WHERRY_RUNS}" ${HF_HOME:+"${HF_HOME}"}; do
     mkdir -p "${dir}" || die 3 "cannot make ${dir}" "$(uname -n)" "set WHERRY_RUNS and HF_HOME to folders of your own"
     binds+=("$(realpath "${dir}")")

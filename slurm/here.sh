@@ -22,7 +22,7 @@ settings
 load_modules
 require_recipe
 require_image
-WHERRY_DEVICE=${WHERRY_DEVICE:-cpu} make_container
+make_container
 if [[ ${mode} == status ]]; then
   WHERRY_QUEUE=$(queue)
   export WHERRY_QUEUE

@@ -100,21 +100,21 @@ def test_a_node_s_power_cut_changes_nothing_in_the_adapter(site: Site, request: 
     site.user("slurm/prepare.sh", "recipes/tiny.yaml", "--run", "whole")
     site.user("slurm/submit.sh", *THREE_NODES, "train", "recipes/tiny.yaml", "--run", "whole")
     whole = site.jobs("whole")["train"]
-    assert whole.wait(timeout=300) == "COMPLETED", whole.log
+    assert whole.wait(timeout=600) == "COMPLETED", whole.log
     assert "3 ranks, sharding zero3" in whole.log
 
     site.user("slurm/pipeline.sh", *THREE_NODES, "recipes/tiny.yaml", "--run", "cut", "WHERRY_PREPARE=job")
     jobs = site.jobs("cut")
     assert list(jobs) == ["prepare", "train", "merge", "eval"]
     train = jobs["train"]
-    train.until(lambda: site.step("cut") >= 4, 300, "step 4")
+    train.until(lambda: site.step("cut") >= 4, 600, "step 4")
     site.cluster.power_off("n3")
-    train.until(lambda: train.show()["Restarts"] == "1", 120, "requeue")
+    train.until(lambda: train.show()["Restarts"] == "1", 300, "requeue")
     reached = site.step("cut")
     assert 4 <= reached < STEPS
     site.cluster.power_on("n3")
     for mode in ("train", "merge", "eval"):
-        assert jobs[mode].wait("COMPLETED", "FAILED", "CANCELLED", timeout=400) == "COMPLETED", jobs[mode].log
+        assert jobs[mode].wait("COMPLETED", "FAILED", "CANCELLED", timeout=600) == "COMPLETED", jobs[mode].log
 
     second = (site.run("cut") / f"logs/train-{train.id}-2.log").read_text()
     assert "from checkpoint-" in second
@@ -144,7 +144,7 @@ def test_a_mistake_is_three_lines_without_a_traceback(site: Site) -> None:
         "slurm/submit.sh", *THREE_NODES, "train", "recipes/tiny.yaml", "--run", "typo", "train.args.learnin_rate=1"
     )
     job = site.jobs("typo")["train"]
-    assert job.wait(timeout=120) == "FAILED"
+    assert job.wait(timeout=300) == "FAILED"
     assert job.exit_code == 2, job.log
     assert "error: " in job.log
     assert "learning_rate" in job.log
@@ -158,7 +158,7 @@ def test_an_evaluation_ends_with_its_server(site: Site) -> None:
     site.user("slurm/submit.sh", "eval", "--run", "whole", "eval.tasks=[tiny/many.py]", "eval.args.max_tokens=100")
     job = site.jobs("whole")["eval"]
     state = site.run("whole") / "serve/state.json"
-    job.until(lambda: state.exists() and json.loads(state.read_text())["state"] == "ready", 300, "ready")
+    job.until(lambda: state.exists() and json.loads(state.read_text())["state"] == "ready", 600, "ready")
     job.until(lambda: any(site.run("whole").glob("eval/base/logs/*")), 120, "the client's log")
     (engine,) = processes("VLLM::EngineCore")
     engine_ended = subprocess.run(["kill", "-KILL", engine], check=False)
@@ -176,7 +176,7 @@ def processes(name: str) -> list[str]:
 def test_a_server_job_drains_and_ends(site: Site) -> None:
     site.user("slurm/submit.sh", "serve", "--run", "whole")
     job = site.jobs("whole")["serve"]
-    job.wait_for_text("ready after", 300)
+    job.wait_for_text("ready after", 600)
     site.user("scancel", "--batch", "--signal=USR1", job.id)
     assert job.wait(timeout=60) == "COMPLETED", job.log
     assert json.loads((site.run("whole") / "serve/state.json").read_text())["state"] == "stopped"
