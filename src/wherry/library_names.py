@@ -57,7 +57,7 @@ def accepted(key: str, objective: str = "sft") -> frozenset[str]:
 
 def _fields(package: str, file: str, name: str) -> set[str]:
     """Field names of a class, or argument names of its __init__ or of a function."""
-    tree = ast.parse((_folder(package) / file).read_text(encoding="utf-8"))
+    tree = _parsed(_folder(package) / file)
     node = next(n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name)
     names: set[str] = set()
     for item in [node] if isinstance(node, ast.FunctionDef) else node.body:
@@ -66,6 +66,11 @@ def _fields(package: str, file: str, name: str) -> set[str]:
         elif isinstance(item, ast.FunctionDef) and item.name in ("__init__", name):
             names |= {a.arg for a in (*item.args.args, *item.args.kwonlyargs)} - {"self"}
     return {name for name in names if not name.startswith("_")}
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _folder(package: str) -> Path:

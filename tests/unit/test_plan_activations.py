@@ -17,8 +17,10 @@ TOKENS = 320
 
 def network(tuning: str, adapter_size: int = 2, dropout: float = 0.0, targets="all-linear"):
     import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    from wherry.train import random_model
 
     config = LlamaConfig(
         vocab_size=SHAPE.vocab,
@@ -29,9 +31,20 @@ def network(tuning: str, adapter_size: int = 2, dropout: float = 0.0, targets="a
         num_key_value_heads=SHAPE.kv_heads,
         tie_word_embeddings=False,
     )
-    model = LlamaForCausalLM(config).to(torch.float32 if tuning == "full" else torch.bfloat16)
+    if tuning.startswith("qlora"):
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        model = random_model.quantised(config, quantization, torch.bfloat16, torch.device("cpu"))
+    else:
+        model = LlamaForCausalLM(config).to(torch.float32 if tuning == "full" else torch.bfloat16)
     if tuning == "full":
         return model
+    if tuning == "qlora, upcast":
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     lora = LoraConfig(r=16, target_modules=targets, lora_dropout=dropout, task_type="CAUSAL_LM")
     return get_peft_model(model, lora, autocast_adapter_dtype=adapter_size == 4).train()
 
@@ -66,7 +79,8 @@ def planned(setting: Setting) -> float:
 
 def setting(tuning, adapter_size, autocast, dropout=False, targets="all-linear"):
     return Setting(
-        tuning,
+        tuning.partition(",")[0],
+        upcast="upcast" in tuning,
         sharded=False,
         ranks=1,
         sequence=TOKENS,
@@ -89,9 +103,14 @@ def setting(tuning, adapter_size, autocast, dropout=False, targets="all-linear")
         ("lora", 2, False, 0.0, ["q_proj"]),
         ("lora", 2, False, 0.0, ["q_proj", "down_proj"]),
         ("full", 4, True, 0.0, "all-linear"),
+        ("qlora", 4, True, 0.0, "all-linear"),
+        ("qlora", 2, False, 0.0, "all-linear"),
+        ("qlora, upcast", 4, True, 0.0, "all-linear"),
     ],
 )
-def test_what_autograd_keeps(tuning, adapter_size, autocast, dropout, targets):
+def test_what_autograd_keeps(monkeypatch, tuning, adapter_size, autocast, dropout, targets):
+    # PEFT's 4-bit module asks whether the GPU's autocast is on, whatever the device.
+    monkeypatch.setattr("torch.is_autocast_enabled", lambda *_: autocast)
     model = network(tuning, adapter_size, dropout, targets)
     layers = model.base_model.model.model.layers if tuning != "full" else model.model.layers
     wanted = setting(tuning, adapter_size, autocast, bool(dropout), targets)

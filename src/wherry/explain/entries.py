@@ -481,5 +481,8 @@ def all_messages() -> list[Entry]:
 
 
 def _of_vllm(pattern: str, advice: str) -> Entry:
-    name = re.sub(r"\\(?:d\+|w\+|S\*\?)|\(\?:|[\\()\[\]^$?*]", "", pattern.partition("|")[0]).strip()
-    return Entry(f"vLLM: {name[:60]}", "vLLM's server did not start, or ended.", re.sub(r"\\\d", "N", advice), pattern)
+    """Named by the words of its message: the pattern without its signs, up to the first alternative."""
+    plain = re.sub(r"\(\?:(\w[^|)]*)[^)]*\)", r"\1", pattern)  # (?:one|other) → one
+    plain = re.sub(r"\(?\\[dwS][+*]?\??\)?|\.[+*]|\[(\w)\w*\]", lambda found: found[1] or "…", plain.partition("|")[0])
+    name = re.sub(r"[\\()\[\]^$?*]", "", plain).strip(" '")
+    return Entry(f"vLLM: {name}", "vLLM's server did not start, or ended.", re.sub(r"\\\d", "N", advice), pattern)

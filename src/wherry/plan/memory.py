@@ -224,7 +224,8 @@ def at_work(shape: Shape, setting: Setting, recomputed: bool) -> Part:
     out = activations.product_size(setting)
     held = sum(saved.values()) - activations.checkpoint(shape, setting) if recomputed else 0.0
     used_up = saved.get("input of down_proj", 0.0)
-    down = setting.stream * shape.hidden + 2 * 2 * shape.inner - used_up
+    narrowed = 2 * shape.inner if out == 4 else 0  # a product's 16-bit gradient, before it is widened
+    down = setting.stream * shape.hidden + 2 * out * shape.inner + narrowed - used_up
     swiglu = setting.stream * shape.hidden + (1 if setting.fused else 3) * out * shape.inner - used_up
     weight = 2.0 * shape.hidden * shape.inner if setting.tuning == "qlora" else 0.0
     casts = cast_copies(shape, setting) if recomputed else 0.0

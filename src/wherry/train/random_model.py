@@ -23,7 +23,7 @@ def make(run: Run, device: Any) -> Any:
     dtype = torch.float32 if run.recipe.train.tuning == "full" else torch.bfloat16
     config = _config(run)
     if quantization is not None:
-        return _quantised(config, quantization, dtype, device)
+        return quantised(config, quantization, dtype, device)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
@@ -55,7 +55,7 @@ def _of_shape(shape: Shape) -> Any:
     )
 
 
-def _quantised(config: Any, quantization: Any, dtype: Any, device: Any) -> Any:
+def quantised(config: Any, quantization: Any, dtype: Any, device: Any) -> Any:
     """Transformers' own replacement of linear modules, filled module by module."""
     import torch
     from transformers import AutoModelForCausalLM
