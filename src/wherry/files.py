@@ -56,16 +56,24 @@ def atomic_directory(final: Path) -> Iterator[Path]:
     part.mkdir()
     try:
         yield part
-        fsync_tree(part)
-        if final.is_symlink():
-            final.unlink()
-        elif final.exists():
-            shutil.rmtree(final)
-        part.rename(final)
+        give_name(part, final)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+def give_name(part: Path, final: Path) -> None:
+    """Put a directory on the disk and rename it to final; what had that name is whole until then, and then gone."""
+    fsync_tree(part)
+    old = final.with_name(f".{final.name}.old.part")
+    if final.is_symlink():
+        final.unlink()
+    elif final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)  # removing it takes time, and a kill half-way would leave a part of it under its name
+    part.rename(final)
     fsync_directory(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def fsync_tree(root: Path) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from merge_models import make_adapter, make_base, make_run, tensors_of
-from safetensors.torch import save_file
+from merge_models import edit_adapter, make_adapter, make_base, make_run, tensors_of, with_adapter
+from safetensors.torch import load_file, save_file
 
-from wherry import errors, merge
-from wherry.errors import Exit
-from wherry.merge import stream
+from wherry import errors, files, merge
+from wherry.errors import Exit, WherryError
+from wherry.merge import model, plan, stream, verify
+from wherry.merge.journal import Attempt
+from wherry.merge.model import MANIFEST
+from wherry.rundir import Run
 from wherry.safetensors_file import read_header
 
 WIDE = 512
@@ -42,30 +48,35 @@ def process(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 KILLED = """
 import os, signal, sys
 from wherry import merge
-from wherry.merge import stream
-blocks, count = stream.blocks, [0]
-def dying(source):
+from wherry.merge import journal
+record, count = journal.Attempt.record, [0]
+def dying(self, path, digest):
+    record(self, path, digest)
     count[0] += 1
-    if count[0] == 6:
+    if count[0] == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    return blocks(source)
-stream.blocks = dying
+journal.Attempt.record = dying
 merge.main(sys.argv[1:])
 """
 
 
-def test_killed_half_way_and_started_again(ready: tuple[Path, list[str]], capfd: pytest.CaptureFixture[str]) -> None:
+def test_killed_half_way_it_goes_on(ready: tuple[Path, list[str]], capfd: pytest.CaptureFixture[str]) -> None:
     run, arguments = ready
     done = process(KILLED, *arguments)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    part = next((run / "merge").glob(".model.*.part"))
-    assert any(path.stat().st_size for path in part.glob("*.safetensors"))  # it had begun
+    part = run / "merge" / ".model.part"
+    kept = {path.name: path.stat() for path in sorted(part.glob("*.safetensors"))[:2]}
     assert not (run / "merge" / "model").exists()
     assert not (run / "merge" / "complete.json").exists()
 
     assert merge.main(arguments) == 0
-    assert not list((run / "merge").glob(".*.part"))
-    out = capfd.readouterr().out
+    names = {path.name for path in (run / "merge").iterdir()}
+    assert names == {"model", "inputs.json", "complete.json"}
+    for name, stat in kept.items():
+        assert (run / "merge" / "model" / name).stat().st_ino == stat.st_ino
+        assert (run / "merge" / "model" / name).stat().st_mtime_ns == stat.st_mtime_ns
+    out, err = capfd.readouterr()
+    assert f"merge goes on: 2 of {len(list((run / 'merge/model').glob('*.safetensors')))} files" in err
     assert out.startswith("merged 14 of 21 tensors into")
     assert "peak memory" in out
     assert out.count("\n") == 1
@@ -74,6 +85,122 @@ def test_killed_half_way_and_started_again(ready: tuple[Path, list[str]], capfd:
     assert merge.main(arguments) == 0
     assert (run / "merge" / "model").stat() == before
     assert "is complete" in capfd.readouterr().err
+
+
+def test_what_was_written_for_another_adapter_is_thrown_away(ready: tuple[Path, list[str]]) -> None:
+    run, arguments = ready
+    assert process(KILLED, *arguments).returncode == -signal.SIGKILL
+    edit_adapter(run / "train" / "adapter", lambda t: next(iter(t.values())).add_(1))
+    assert merge.main(arguments) == 0
+    expected = with_adapter(run / "prepare/model", run / "train/adapter").merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors_of(run / "merge/model").items())
+
+
+KILLED_ANY_TIME = """
+import os, random, shutil, signal, sys, time
+from pathlib import Path
+from wherry import merge
+from wherry.merge import lora, model, stream
+run, *arguments = sys.argv[1:]
+
+def attempt():
+    pid = os.fork()
+    if not pid:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        os._exit(merge.main(arguments))
+    return pid
+
+def sums():
+    return {p.name: stream.sha256(p) for p in sorted(Path(run, "merge/model").iterdir())}
+
+started = time.monotonic()
+assert os.waitpid(attempt(), 0)[1] == 0
+whole, expected = time.monotonic() - started, sums()
+kills = results = resumed = 0
+rng = random.Random(1)
+shutil.rmtree(f"{run}/merge")
+while kills < 50 or not Path(run, "merge/complete.json").exists():
+    journal = Path(run, "merge/.model.journal")
+    resumed += journal.is_file() and len(journal.read_text().splitlines()) > 1
+    pid = attempt()
+    if kills < 50:
+        time.sleep(rng.uniform(0, whole))
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    kills += os.WIFSIGNALED(status)
+    assert os.WIFSIGNALED(status) or status == 0, status
+    if Path(run, "merge/model").is_dir():  # under its name it is whole, whether or not the process lived to say so
+        assert sums() == expected, {n for n in {*sums(), *expected} if sums().get(n) != expected.get(n)}
+        results += 1
+    if Path(run, "merge/complete.json").exists() and kills < 50:
+        shutil.rmtree(f"{run}/merge")
+print(kills, results, resumed)
+"""
+
+
+def test_fifty_kills_at_random_moments(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    make_base(base, dtype="bfloat16", shard="30KB")
+    make_adapter(base, adapter)
+    run, arguments = make_run(tmp_path, base, adapter)
+    done = process(KILLED_ANY_TIME, str(run), *arguments)
+    assert done.returncode == 0, done.stderr
+    kills, results, resumed = map(int, done.stdout.split())
+    print(f"{kills} kills, {results} results byte-identical, {resumed} attempts went on from a journal")
+    assert kills == 50
+    assert results >= 1
+    assert resumed >= 10
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs root to mount a small tmpfs: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_fills_up_half_way(
+    ready: tuple[Path, list[str]],
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Free when it was asked, taken by another before it was used; then freed."""
+    run, arguments = ready
+    (run / "merge").symlink_to(small_disk)
+    monkeypatch.setattr(files, "require_space", lambda *_: None)
+    (small_disk / "another's").write_bytes(bytes(900_000))
+
+    assert errors.run(lambda: merge.main(arguments)) == Exit.PREFLIGHT
+    assert "error: the disk filled up while the merged model" in capfd.readouterr().err
+    assert {path.name for path in small_disk.iterdir()} == {"another's", "inputs.json"}
+
+    (small_disk / "another's").unlink()
+    assert merge.main(arguments) == 0
+    assert (small_disk / "model").is_dir()
+
+
+def test_two_at_once(ready: tuple[Path, list[str]], capfd: pytest.CaptureFixture[str]) -> None:
+    run, arguments = ready
+    with Attempt(run / "merge" / "model", "another process"):
+        assert errors.run(lambda: merge.main(arguments)) == Exit.PREFLIGHT
+        assert "another process is merging this run" in capfd.readouterr().err
+    assert merge.main(arguments) == 0
+
+
+def test_an_adapter_that_was_trained_again(ready: tuple[Path, list[str]], capfd: pytest.CaptureFixture[str]) -> None:
+    run, arguments = ready
+    assert merge.main(arguments) == 0
+    edit_adapter(run / "train" / "adapter", lambda t: next(iter(t.values())).add_(1))
+    assert errors.run(lambda: merge.main(arguments)) == Exit.USAGE
+    assert "the model was trained again since it was merged" in capfd.readouterr().err
+    shutil.rmtree(run / "merge")
+    assert merge.main(arguments) == 0
 
 
 MEASURED = """
@@ -121,11 +248,16 @@ def test_verify_reads_everything_again(ready: tuple[Path, list[str]], capfd: pyt
     assert errors.run(lambda: merge.main([*arguments, "--verify"])) == Exit.USAGE  # nothing to verify yet
     assert merge.main(arguments) == 0
     model = run / "merge" / "model"
-    sums = json.loads((run / "merge" / "sha256.json").read_text())
-    assert sums == {path.name: stream.sha256(path) for path in model.iterdir()}
+    manifest = json.loads((model / MANIFEST).read_text())
+    assert manifest["sha256"] == {path.name: stream.sha256(path) for path in model.iterdir() if path.name != MANIFEST}
+    assert manifest["inputs"]["base"] == "bf16"
     capfd.readouterr()
     assert merge.main([*arguments, "--verify"]) == 0
-    assert "verified" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "loads in transformers, samples computed again, its logits are finite" in said
+    assert merge.main(["--verify", str(model)]) == 0  # the folder alone, wherever it was moved
+    assert "loads in transformers, its logits are finite" in capfd.readouterr().out
+    assert errors.run(lambda: merge.main(["--verify", str(run / "prepare/model")])) == Exit.USAGE
 
     shard = sorted(model.glob("*.safetensors"))[0]
     data = bytearray(shard.read_bytes())
@@ -145,6 +277,22 @@ def test_verify_reads_everything_again(ready: tuple[Path, list[str]], capfd: pyt
     assert "chat_template.jinja is missing" in capfd.readouterr().err
 
 
+def test_transformers_is_asked_in_a_process_of_its_own(ready: tuple[Path, list[str]]) -> None:
+    run, arguments = ready
+    assert merge.main([*arguments, "merge.max_shard_size=50KB"]) == 0  # another layout than the base's: it is asked
+    model = run / "merge" / "model"
+    assert len(list(model.glob("*.safetensors"))) > 2
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    del index["weight_map"]["model.norm.weight"]
+    weights = next(path for path in model.glob("*.safetensors") if "model.norm.weight" in load_file(path))
+    tensors = load_file(weights)
+    del tensors["model.norm.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WherryError, match=r"transformers loads it, but it has missing keys: model.norm.weight"):
+        verify.loads(model, False)
+
+
 def test_mistakes_are_answered_without_torch(ready: tuple[Path, list[str]]) -> None:
     code = "import sys\nfrom wherry import merge, errors\nerrors.run(lambda: merge.main(sys.argv[1:]))\n"
     done = process(code + "sys.exit('torch' in sys.modules)", ready[1][0], "train.tuning=lroa")
@@ -152,26 +300,53 @@ def test_mistakes_are_answered_without_torch(ready: tuple[Path, list[str]]) -> N
     assert "train.tuning" in done.stderr
 
 
-def test_the_header_is_aligned_and_in_order(tmp_path: Path) -> None:
+def test_files_are_aligned_in_order_and_whole_when_they_are_told_of(tmp_path: Path) -> None:
     tensors = {"b": torch.ones(3), "a": torch.zeros(2, 2)}
-    entries = [
-        stream.Entry(name, "F32", tuple(t.shape), t.nbytes, lambda t=t: [stream.raw(t)]) for name, t in tensors.items()
-    ]
+    header = stream.header([(n, "F32", tuple(t.shape), t.nbytes) for n, t in tensors.items()], {"format": "pt"})
+    pieces = [stream.Piece(t.nbytes, lambda t=t: stream.raw(t)) for t in tensors.values()]
+    shards = [stream.Shard(tmp_path / f"model-{i}.safetensors", header, pieces) for i in range(3)]
     done: list[int] = []
-    digest = stream.write(tmp_path / "model.safetensors", entries, {"format": "pt"}, done.append)
-    header = read_header(tmp_path / "model.safetensors")
-    assert list(header.tensors) == ["b", "a"]
-    assert header.metadata == {"format": "pt"}
-    assert header.tensors["b"].begin % 8 == 0
-    assert done == [12, 16]
-    assert digest == stream.sha256(tmp_path / "model.safetensors")
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in tensors_of(tmp_path).items())
+    told: list[str] = []
+
+    def finished(shard: stream.Shard, digest: str) -> None:
+        assert digest == stream.sha256(shard.path)
+        told.append(shard.path.name)
+
+    stream.write(shards, finished, done.append)
+    assert told == ["model-0.safetensors", "model-1.safetensors", "model-2.safetensors"]
+    assert done == 3 * [len(header), 12, 16]
+    for shard in shards:
+        read = read_header(shard.path)
+        assert list(read.tensors) == ["b", "a"]
+        assert read.metadata == {"format": "pt"}
+        assert read.tensors["b"].begin % 8 == 0
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(shard.path).items())
 
 
-@pytest.mark.parametrize("size", [0, 1, stream.BLOCK_BYTES, stream.BLOCK_BYTES + 1])
+def test_what_a_thread_raises_ends_the_writing(tmp_path: Path) -> None:
+    def broken() -> memoryview:
+        raise RuntimeError("a piece that cannot be made")
+
+    pieces = [stream.Piece(4, lambda: memoryview(bytes(4))), *[stream.Piece(4, broken)] * 50]
+    with pytest.raises(RuntimeError, match="cannot be made"):
+        stream.write([stream.Shard(tmp_path / "x", b"", pieces)], lambda *_: None, lambda _: None)
+
+
+@pytest.mark.parametrize("size", [0, 1, stream.PIECE_BYTES, stream.PIECE_BYTES + 1])
 def test_blocks_are_the_whole_tensor(tmp_path: Path, size: int) -> None:
     data = (b"0123456789abcdef" * (size // 16 + 1))[:size]
     path = tmp_path / "x"
     path.write_bytes(b"before" + data + b"after")
     source = stream.Source(path, stream.TensorInfo("U8", (size,), 6, 6 + size))
     assert b"".join(bytes(block) for block in stream.blocks(source)) == data
+
+
+def test_neighbours_that_are_only_copied_are_read_in_one_go(ready: tuple[Path, list[str]]) -> None:
+    parts = model.planned(Run.open(ready[1][0], None, []))
+    target = next(iter(parts.targets.values()))
+    places = [stream.TensorInfo("BF16", (n // 2,), at, at + n) for at, n in ((8, 64), (72, 32), (104, 96))]
+    copies = [
+        dataclasses.replace(target, lora=None, source=stream.Source(target.source.path, place)) for place in places
+    ]
+    assert [piece.size for piece in plan.pieces(copies)] == [192]
+    assert [piece.size for piece in plan.pieces([copies[0], copies[2]])] == [64, 96]

@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from wherry import errors, files, merge
 from wherry.errors import Exit
-from wherry.merge import stream
+from wherry.merge import plan, stream
+from wherry.prepare.source import fingerprint
 from wherry.safetensors_file import read_header
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
+EMBEDDING = "base_model.model.model.embed_tokens"
 WEIGHTS = "adapter_model.safetensors"
 
 
@@ -77,16 +79,32 @@ def poison(key: str, value: float) -> Callable[[SimpleNamespace], None]:
     return tensors(lambda t: t[key].view(-1)[3:4].fill_(value))
 
 
+def both(*changes: Callable[[SimpleNamespace], None]) -> Callable[[SimpleNamespace], None]:
+    return lambda place: [change(place) for change in changes] and None
+
+
 REFUSED: dict[str, tuple[Callable[[SimpleNamespace], None], list[str]]] = {
     "no configuration": (remove("adapter_config.json"), ["adapter_config.json is missing"]),
     "damaged configuration": (put("adapter_config.json", "{"), ["adapter_config.json is not valid JSON"]),
     "configuration of another kind": (put("adapter_config.json", "[]"), ["peft_type is []"]),
-    "refused by PEFT": (config(use_dora=True, lora_bias=True), ["PEFT refuses this configuration", "lora_bias"]),
+    "a configuration of words": (config(r="many"), ["the configuration cannot be read", "many"]),
     "no weights": (remove(WEIGHTS), ["adapter cannot be read", "is missing"]),
     "truncated": (truncate, ["adapter cannot be read", f"{WEIGHTS} is truncated"]),
     "prompt tuning": (config(peft_type="PROMPT_TUNING"), ["peft_type is 'PROMPT_TUNING'"]),
-    "trainable tokens": (config(trainable_token_indices=[1, 2]), ["uses trainable_token_indices"]),
-    "target_parameters": (config(target_parameters=["experts.down_proj"]), ["uses target_parameters"]),
+    "tokens beyond the vocabulary": (
+        both(
+            config(trainable_token_indices=[1, 320]),
+            tensors(lambda t: t.update({f"{EMBEDDING}.token_adapter.trainable_tokens_delta": torch.ones(2, 64)})),
+        ),
+        ["the adapter trains token 320, model.embed_tokens.weight has 320 rows"],
+    ),
+    "tokens of another count": (
+        both(
+            config(trainable_token_indices=[1, 2, 3]),
+            tensors(lambda t: t.update({f"{EMBEDDING}.token_adapter.trainable_tokens_delta": torch.ones(2, 64)})),
+        ),
+        ["made for another base", "[2, 64]", "[3, 64]"],
+    ),
     "aLoRA": (config(alora_invocation_tokens=[1]), ["uses alora_invocation_tokens"]),
     "a newer PEFT": (config(use_tomorrow=True), ["uses use_tomorrow"]),
     "PiSSA": (config(init_lora_weights="pissa"), ["init_lora_weights is 'pissa'", "changed base weights"]),
@@ -175,6 +193,35 @@ def test_a_truncated_base_is_a_matter_of_preflight(place: SimpleNamespace, capfd
     assert "model.safetensors is truncated" in message
 
 
+def test_a_missing_shard_is_a_matter_of_preflight(place: SimpleNamespace, capfd: pytest.CaptureFixture[str]) -> None:
+    (place.base / "model.safetensors").rename(place.base / "model-00001-of-00002.safetensors")
+    where = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (place.base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    code, message = refused(place, capfd)
+    assert code == Exit.PREFLIGHT
+    assert "shard model-00002-of-00002.safetensors is missing: 1 of 2 are there" in message
+
+
+def test_a_base_that_is_not_the_one_prepared(place: SimpleNamespace, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of the same shapes, so that only its fingerprint tells."""
+    manifest = json.loads((place.run / "manifest.json").read_text())
+    manifest["model"] = {"fingerprint": fingerprint([place.base / "model.safetensors"])}
+    (place.run / "manifest.json").write_text(json.dumps(manifest))
+    weights = load_file(place.base / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, place.base / "model.safetensors")
+    code, message = refused(place, capfd)
+    assert code == Exit.VERIFICATION
+    assert "the base is not the one that was prepared and trained on" in message
+
+
+def test_base_and_adapter_are_only_read(place: SimpleNamespace) -> None:
+    before = {path: stream.sha256(path) for path in [*place.base.iterdir(), *place.adapter.iterdir()]}
+    for path in before:
+        path.chmod(0o444)
+    assert merge.main(place.arguments) == 0
+    assert before == {path: stream.sha256(path) for path in [*place.base.iterdir(), *place.adapter.iterdir()]}
+
+
 def test_too_little_space(
     place: SimpleNamespace, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,12 +268,11 @@ def test_a_bit_that_turns_on_its_way_to_the_disk(
     assert ("proj" in tensor) == (kind == "merged")
     write = stream.write
 
-    def damaging(path: Path, *rest: object) -> str:
-        digest = write(path, *rest)
-        data = bytearray(path.read_bytes())
-        data[read_header(path).tensors[tensor].begin + 1] ^= 1
-        path.write_bytes(data)
-        return digest
+    def damaging(shards: list[stream.Shard], *rest: object) -> None:
+        write(shards, *rest)
+        data = bytearray(shards[0].path.read_bytes())
+        data[read_header(shards[0].path).tensors[tensor].begin + 1] ^= 1
+        shards[0].path.write_bytes(data)
 
     monkeypatch.setattr(stream, "write", damaging)
     code, message = refused(place, capfd)
@@ -238,9 +284,24 @@ def test_a_bit_that_turns_on_its_way_to_the_disk(
 def test_a_tensor_that_is_not_written(
     place: SimpleNamespace, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = stream.write
-    monkeypatch.setattr(stream, "write", lambda path, entries, *rest: write(path, entries[:-1], *rest))
+    header, pieces = plan.header, plan.pieces
+    monkeypatch.setattr(plan, "header", lambda targets, metadata: header(targets[:-1], metadata))
+    monkeypatch.setattr(plan, "pieces", lambda targets: pieces(targets[:-1]))
     code, message = refused(place, capfd)
     assert code == Exit.VERIFICATION
     assert "verification failed: tensor" in message
     assert "is missing" in message
+
+
+def test_nf4_needs_a_training_on_nf4(place: SimpleNamespace, capfd: pytest.CaptureFixture[str]) -> None:
+    code, message = refused(place, capfd, "merge.base=nf4")
+    assert code == Exit.USAGE
+    assert "merge.base is nf4 but train.tuning is lora" in message
+
+
+def test_fp16_that_overflows(place: SimpleNamespace, capfd: pytest.CaptureFixture[str]) -> None:
+    edit_adapter(place.adapter, lambda t: [t[f"{Q}.lora_{x}.weight"].fill_(300) for x in "AB"])
+    code, message = refused(place, capfd, "merge.dtype=float16")
+    assert code == Exit.VERIFICATION
+    assert "holds NaN or infinity in F16" in message
+    assert "merge.dtype: bfloat16" in message

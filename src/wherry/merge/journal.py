@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from wherry.errors import Exit, WherryError
-from wherry.files import fsync_directory, fsync_tree
+from wherry.files import fsync_directory, give_name
 
 
 class Attempt:
@@ -44,6 +44,9 @@ class Attempt:
         self._read()
         if not self.done:
             self._start_over()
+        for path in self.folder.iterdir():
+            if path.name not in self.done:
+                path.unlink()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -85,13 +88,7 @@ class Attempt:
 
     def finish(self) -> None:
         """Give the folder its name, in place of what had it."""
-        fsync_tree(self.folder)
-        if self.final.is_symlink():
-            self.final.unlink()
-        elif self.final.exists():
-            shutil.rmtree(self.final)
-        self.folder.rename(self.final)
-        fsync_directory(self.final.parent)
+        give_name(self.folder, self.final)
         self.path.unlink()
 
     def _remove(self) -> None:

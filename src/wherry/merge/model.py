@@ -43,6 +43,9 @@ def merge(run: Run) -> dict[str, Any]:
     inputs = inputs_of(run)
     targets = parts.targets.values()
     size = sum(target.size for target in targets)
+    record = {"tensors": len(targets), "merged": sum(t.changed for t in targets), "bytes": size, "inputs": inputs}
+    if _has_its_name(run.dir("merge") / "model", inputs):
+        return record
     with Attempt(run.dir("merge") / "model", _plan_hash(inputs, parts)) as attempt:
         _require_space(attempt, parts, size)
         verify.finite(parts.adapter)
@@ -63,7 +66,13 @@ def merge(run: Run) -> dict[str, Any]:
                 Exit.PREFLIGHT,
             ) from error
         attempt.finish()
-    return {"tensors": len(targets), "merged": sum(t.changed for t in targets), "bytes": size, "inputs": inputs}
+    return record
+
+
+def _has_its_name(folder: Path, inputs: dict[str, Any]) -> bool:
+    """Whether an attempt came to its end and was killed before the run could say so."""
+    manifest = folder / MANIFEST
+    return manifest.is_file() and files.read_json(manifest)["inputs"] == inputs
 
 
 @dataclass(frozen=True)
