@@ -1,5 +1,5 @@
 #!/bin/bash
-# A mode that is no work for a job, in the image, on this machine: report, status, version.
+# A mode that is no work for a job, in the image, on this machine: status, report, doctor, version.
 #
 #   slurm/here.sh status --run NAME [SITE=name]
 set -euo pipefail

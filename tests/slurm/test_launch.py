@@ -75,3 +75,16 @@ class TestExitCodes:
         job = training("-N2", "--ntasks-per-node=1", FAIL_RANK="1", FAIL_CODE="9")
         assert job.wait(timeout=90) == "FAILED"
         assert job.exit_code != 0
+
+
+def test_the_doctor_looks_from_every_node(cluster, stand_in):
+    """The real doctor, on the ranks that training would have."""
+    variables = stand_in | {"WHERRY_DEVICE": "cpu", "WHERRY_NPROC_PER_NODE": "1"}
+    job = cluster.sbatch("-N3", "--gpus-per-node=1", "slurm/doctor.sh", "recipes/demo.yaml", **variables)
+    assert job.wait(timeout=180) == "FAILED"
+    assert job.exit_code == 3, job.log
+    assert re.search(r"^ +n1 +n2 +n3$", job.log, re.MULTILINE), job.log
+    assert re.search(r"^network.allreduce +ok", job.log, re.MULTILINE), job.log
+    assert "FAIL recipe.staged on n1" in job.log
+    assert "FAIL network.address on n1, n2, n3" in job.log  # these nodes are addresses of one loopback
+    assert "Traceback" not in job.log
