@@ -154,17 +154,17 @@ def meet(context: Context, mine: list[Result], log: Path) -> Met:
 
     on_gpu = not context.on_cpu and torch.cuda.is_available()
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH", "NCCL_DEBUG_FILE": f"{log}.%h.%p"}
-    if on_gpu:
-        torch.cuda.set_device(context.rank.local_rank)
     try:
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=MEET_SECONDS))
-        gather = dist.new_group(backend="gloo") if on_gpu else None
+        dist.init_process_group("gloo", timeout=timedelta(seconds=MEET_SECONDS))
+        dist.barrier()  # no rank takes GPU memory while another still looks who holds some
+        if on_gpu:
+            torch.cuda.set_device(context.rank.local_rank)
         bandwidth = _bandwidth(torch, dist, on_gpu)
-        dist.barrier(gather)
+        dist.barrier()
         fact = {"node": context.node, "rank": context.rank.rank, "time": time.time(), "transport": transport(log)}
         fact |= {"image": context.env.get("WHERRY_IMAGE"), "revision": context.env.get("WHERRY_REVISION")}
         everyone: list[Any] = [None] * context.rank.world_size
-        dist.all_gather_object(everyone, (fact, mine), group=gather)
+        dist.all_gather_object(everyone, (fact, mine))
         dist.destroy_process_group()
     except Exception as error:  # of many kinds, all of them what this check is for
         return Met(error=" ".join(str(error).split())[:300], on_gpu=on_gpu, results=mine)
@@ -174,12 +174,13 @@ def meet(context: Context, mine: list[Result], log: Path) -> Met:
 
 def _bandwidth(torch: Any, dist: Any, on_gpu: bool) -> float:
     """Bus bandwidth of an all-reduce, GB/s: what each link carries (nccl-tests, doc/PERFORMANCE.md)."""
+    group = dist.new_group(backend="nccl") if on_gpu else None
     count = (BYTES if on_gpu else BYTES_CPU) // 4
     tensor = torch.ones(count, device="cuda" if on_gpu else "cpu")
     times = []
     for _ in range(4):
         started = time.perf_counter()
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=group)
         if on_gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
