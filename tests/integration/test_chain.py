@@ -93,3 +93,18 @@ def test_the_merged_model_says_in_transformers_what_base_and_adapter_say(runs):
         answers = [m.generate(**prompt, max_new_tokens=40, do_sample=False) for m in (merged, adapted)]
     assert torch.equal(*answers)
     assert answers[0][0, -1].item() == tokenizer.eos_token_id
+
+
+def test_the_merged_model_says_in_vllm_what_base_and_adapter_say(runs, monkeypatch):
+    import greedy
+    from transformers import AutoTokenizer
+
+    from wherry.rundir import Run
+
+    monkeypatch.setenv("WHERRY_RUNS", str(runs))
+    run = Run.open(None, "demo", [])
+    tokenizer = AutoTokenizer.from_pretrained(run.dir("merge") / "model")
+    items = [json.loads(row)["input"] for row in (ROOT / "recipes/demo/heldout.jsonl").read_text().splitlines()[:4]]
+    prompts = [tokenizer.apply_chat_template(item, add_generation_prompt=True)["input_ids"] for item in items]
+    expected = greedy.adapted(run.dir("prepare") / "model", run.dir("train") / "adapter", prompts, tokens=24)
+    assert greedy.served(run, prompts, tokens=24) == expected
