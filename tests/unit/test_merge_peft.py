@@ -102,6 +102,8 @@ TIED = {
     "lora on both apart": ({"target_modules": ["q_proj", "embed_tokens", "lm_head"]}, False),
     "one lora on both": ({"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}, True),
     "one lora on both, by head": ({"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True}, True),
+    "tokens trained": ({"trainable_token_indices": [3, 7, 310]}, True),
+    "tokens of each trained": ({"trainable_token_indices": {"embed_tokens": [3, 7], "lm_head": [310]}}, False),
     "dora on the head": ({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, False),
 }
 

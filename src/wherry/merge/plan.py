@@ -156,16 +156,18 @@ def plan(
     Raises WherryError (exit 6) where base and adapter do not fit.
     """
     tied = _tied_embedding(base, config)
-    pair = (tied, HEAD) if tied and {tied, HEAD} & adapter.keys.keys() else ()
+    pair = {name: names.called.get(name, name) for name in (tied, HEAD)} if tied else {}
+    if not adapter.keys.keys() & pair.values():
+        pair = {}
     # While the two are one tensor, so is what they start from; a module of modules_to_save has a start of its own.
-    common = next((adapter.whole[name] for name in pair if name in adapter.whole and name in adapter.shared), None)
+    common = next((adapter.whole[m] for m in pair.values() if m in adapter.whole and m in adapter.shared), None)
     plain: dict[str, Target] = {}
     for name, (path, info) in base.tensors.items():
-        for copy in pair if name == tied and pair else (name,):
+        for copy in pair if name in pair else (name,):
             module = names.called.get(copy, copy)
             plain[module] = _plain(copy, module, Source(path, info), adapter, common if copy in pair else None, dtype)
     if pair:
-        _share_tokens(plain, pair, adapter)
+        _share_tokens(plain, *pair.values())
     experts = _wrapped_experts(adapter, names)
     _refuse_unmatched(adapter, plain, base, experts)
     loras = {
@@ -226,11 +228,10 @@ def _tokens(module: str, shape: tuple[int, ...], adapter: Adapter) -> Tokens | N
     return Tokens(tuple(indices), source)
 
 
-def _share_tokens(plain: dict[str, Target], pair: tuple[str, ...], adapter: Adapter) -> None:
+def _share_tokens(plain: dict[str, Target], embedding: str, head: str) -> None:
     """PEFT applies rows trained in a tied embedding to the head too, unless the head has its own."""
-    embedding, head = (plain[name] for name in pair)
-    if embedding.tokens and not head.tokens:
-        plain[head.module] = dataclasses.replace(head, tokens=embedding.tokens)
+    if not plain[head].tokens:
+        plain[head] = dataclasses.replace(plain[head], tokens=plain[embedding].tokens)
 
 
 def _with_lora(target: Target, loras: dict[str, Lora]) -> Target:
