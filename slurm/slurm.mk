@@ -24,4 +24,5 @@ site: ## look at this cluster and write slurm/sites/NAME.env   (NAME=…)
 	slurm/site.sh $(NAME)
 
 test-slurm: setup ## a real cluster of three nodes on this machine, the whole chain in a real SIF (root, 30 GB without one)
-	WHERRY_CI_KEEP=$(filter 1,$(WHERRY_CI_KEEP)) $(PYTHON) -m pytest -v -rs -p no:cacheprovider -n 2 --dist loadfile tests/slurm
+	WHERRY_CI_KEEP=$(filter 1,$(WHERRY_CI_KEEP)) $(PYTHON) -m pytest -v -rs -p no:cacheprovider -n 2 --dist loadfile --no-loadscope-reorder \
+	  tests/slurm

@@ -32,6 +32,7 @@ class Cluster:
 
     def stop(self) -> None:
         self._script("stop", check=True, timeout=120)
+        self.folder.with_suffix(".out").unlink(missing_ok=True)
 
     def power_off(self, node: str) -> None:
         self._script("power-off", node, check=True)
