@@ -117,6 +117,8 @@ def job(tmp_path, runs, tiny, monkeypatch):
     monkeypatch.setenv("WHERRY_GPUS_PER_NODE", "8")
     monkeypatch.setattr(node, "limits", lambda: {"memlock": resource.RLIM_INFINITY, "nofile": 1 << 20})
     monkeypatch.setattr(node, "size_of", lambda path: 500 << 30)
+    monkeypatch.setattr(node, "free_of", lambda folder: 500 << 30)
+    monkeypatch.setattr(node, "write_speed", lambda folder: 1e9)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: name if name[0].isdigit() else "192.0.2.1")
     made_job.monkeypatch = monkeypatch
     return made_job
@@ -407,6 +409,18 @@ FAULTS = {
         "node.shm",
         "fail",
         "--ipc=host",
+    ),
+    "slow scratch": (
+        lambda job: job.monkeypatch.setattr(node, "write_speed", lambda folder: 2e7),
+        "node.scratch",
+        "warn",
+        "faster local folder",
+    ),
+    "full scratch": (
+        lambda job: job.monkeypatch.setattr(node, "free_of", lambda folder: 1 << 30),
+        "node.scratch",
+        "fail",
+        "larger local folder",
     ),
     "memlock": (limit(memlock=64 << 10), "node.memlock", "fail", "ulimit -l unlimited"),
     "open files": (limit(nofile=1024), "node.nofile", "warn", "ulimit -n"),

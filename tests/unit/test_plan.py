@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from wherry.plan import activations, choose, gpus, known, memory, speed
+from wherry.plan import activations, cache, choose, gpus, known, memory, speed
 from wherry.plan.setting import Setting
 from wherry.plan.shapes import Shape, of_config
 
@@ -267,3 +267,39 @@ def test_shape_fields_are_positive():
         shape = known.find(name)
         assert isinstance(shape, Shape)
         assert shape.heads % shape.kv_heads == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [(4096, 4096), ("8k", 8000), ("8K", 8192), ("1.5M", 1572864), ("auto", 99), (-1, 99), (None, 99)],
+)
+def test_max_model_len_as_vllm_reads_it(value, count):
+    assert cache.tokens(value, 99) == count
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "serve.vllm.max_model_len=long",
+        "serve.vllm.tensor_parallel_size=[1]",
+        "train.args.max_length=many",
+        "train.args.per_device_train_batch_size=0",
+        "train.args.max_steps=soon",
+        "train.lora.r=low",
+    ],
+)
+def test_values_that_are_no_numbers(wherry, recipe, value):
+    code, _, err = wherry("plan", recipe, value)
+    assert code == 2, err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+
+
+def test_rows_laid_end_to_end_are_one_row_with_a_mask(wherry, recipe):
+    values = ["train.args.per_device_train_batch_size=4", "train.args.max_length=1024", "train.args.packing=true"]
+    _, out, _ = wherry("plan", recipe, "--json", *values)
+    setting = json.loads(out)["setting"]
+    assert (setting["sequence"], setting["batch"], setting["padded"]) == (4096, 1, True)
+    _, out, _ = wherry("plan", recipe, "--json", *values, "train.args.packing_strategy=wrapped")
+    setting = json.loads(out)["setting"]
+    assert (setting["sequence"], setting["batch"], setting["padded"]) == (1024, 4, False)

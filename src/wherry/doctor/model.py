@@ -11,6 +11,7 @@ from wherry.doctor.check import Verdict, check, fail, passed, refused, skip
 from wherry.doctor.context import Context
 from wherry.errors import WherryError
 from wherry.files import read_json
+from wherry.plan.cache import tokens as served_tokens
 from wherry.plan.made import find_shape
 from wherry.prepare import tokens
 from wherry.rundir import Run
@@ -178,7 +179,13 @@ def train_context(context: Context) -> Verdict:
 
 @check("serve.context", "once")
 def serve_context(context: Context) -> Verdict:
-    return _context(context, "serve.vllm.max_model_len", lambda run: run.recipe.serve.vllm.get("max_model_len"))
+    return _context(context, "serve.vllm.max_model_len", lambda run: _served(run, context))
+
+
+def _served(run: Run, context: Context) -> int | None:
+    """Tokens that the server is asked for, or None."""
+    given = run.recipe.serve.vllm.get("max_model_len")
+    return served_tokens(given, context.plan.shape.context) if given is not None and context.plan else None
 
 
 def _context(context: Context, key: str, value: Any) -> Verdict:
@@ -196,7 +203,7 @@ def eval_context(context: Context) -> Verdict:
     run = context.run
     if run is None or context.plan is None:
         return skip(NO_RECIPE if run is None else "the model's shape is not known yet")
-    room = int(run.recipe.serve.vllm.get("max_model_len") or context.plan.shape.context)
+    room = _served(run, context) or context.plan.shape.context
     answer = run.recipe.eval.args.get("max_tokens")
     if not run.recipe.eval.tasks:
         return skip("no tasks")

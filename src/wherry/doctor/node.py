@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import site
 import sys
 import tempfile
@@ -122,8 +123,7 @@ def scratch(context: Context) -> Verdict:
     folder = Path(context.env.get("WHERRY_CACHE") or context.env.get("TMPDIR") or tempfile.gettempdir())
     while not folder.is_dir():
         folder = folder.parent
-    stat = os.statvfs(folder)
-    free = stat.f_bavail * stat.f_frsize
+    free = free_of(folder)
     if not os.access(folder, os.W_OK):
         return fail(f"{folder} cannot be written", "set WHERRY_CACHE or TMPDIR to a local folder of yours")
     if free < SCRATCH:
@@ -131,13 +131,18 @@ def scratch(context: Context) -> Verdict:
             f"{free / GIB:.1f} GiB are free in {folder}, compiling needs {SCRATCH / GIB:.0f}",
             "free some space, or let WHERRY_CACHE name a larger local folder",
         )
-    speed = _write_speed(folder)
+    speed = write_speed(folder)
     if speed < SCRATCH_SPEED:
         return warn(f"{folder} is written at {speed / 1e6:.0f} MB/s", "let WHERRY_CACHE name a faster local folder")
     return passed(f"{free / GIB:.0f} GiB free in {folder}, {speed / 1e6:.0f} MB/s")
 
 
-def _write_speed(folder: Path) -> float:
+def free_of(folder: Path) -> int:
+    """Bytes."""
+    return shutil.disk_usage(folder).free
+
+
+def write_speed(folder: Path) -> float:
     """Bytes/s, down to the disk."""
     block = os.urandom(1 << 20)
     with tempfile.TemporaryFile(dir=folder) as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,16 @@ def served(shape: Shape, gpus: Gpus, vllm: dict[str, Any]) -> Served:
     return Served(**{**made.__dict__, "smallest_parallel": min(enough, default=None)})
 
 
+def tokens(value: Any, own: int) -> int:
+    """vLLM's max_model_len: a number, 8k (thousands), 8K (of 1,024), auto or -1; own: the model's."""
+    if value is None or str(value) in ("auto", "-1"):
+        return own
+    found = re.fullmatch(r"([\d.]+)([kKmM]?)", str(value))
+    if not found:
+        raise ValueError(f"serve.vllm.max_model_len={value!r}")
+    return int(float(found[1]) * {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20}[found[2]])
+
+
 def divisors(shape: Shape, largest: int) -> list[int]:
     """Numbers of GPUs that divide the attention heads, as tensor parallelism needs them to."""
     return [n for n in range(1, largest + 1) if shape.heads % n == 0]
@@ -52,7 +63,7 @@ def divisors(shape: Shape, largest: int) -> list[int]:
 
 def _with(shape: Shape, gpus: Gpus, vllm: dict[str, Any], parallel: int) -> Served:
     share = float(vllm.get("gpu_memory_utilization") or 0.9)
-    asked = int(vllm.get("max_model_len") or shape.context)
+    asked = tokens(vllm.get("max_model_len"), shape.context)
     number = 1 if str(vllm.get("kv_cache_dtype", "")).startswith("fp8") else 2
     heads = max(1, shape.kv_heads // parallel)  # fewer heads than GPUs: each GPU keeps a copy of one
     per_token = 2.0 * shape.layers * heads * shape.head * number

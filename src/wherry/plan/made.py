@@ -36,6 +36,8 @@ class Plan:
     served: cache.Served
     step: speed.Step
     steps: int | None
+    length: int
+    """Tokens of the longest row."""
 
     @property
     def hours(self) -> float | None:
@@ -43,15 +45,30 @@ class Plan:
 
 
 def make(run: Run, gpus: Gpus, recomputed: int | None = None) -> Plan:
-    """recomputed: layers that recompute their activations, instead of what the recipe says."""
+    """recomputed: layers that recompute their activations, instead of what the recipe says.
+
+    Raises WherryError (exit 2) where the shape is not known, or a value that counts is no number.
+    """
+    try:
+        return _make(run, gpus, recomputed)
+    except (TypeError, ValueError) as error:
+        raise WherryError(
+            f"a value of the recipe is no number: {error}",
+            "train.args, train.lora or serve.vllm",
+            "give numbers where TRL, PEFT and vLLM take numbers",
+        ) from None
+
+
+def _make(run: Run, gpus: Gpus, recomputed: int | None) -> Plan:
     recipe = run.recipe
     shape, shape_origin = find_shape(run)
     contract = run.manifest().get("contract", {})
-    length = int(contract.get("max_length") or min(UNKNOWN_LENGTH, shape.context))
+    asked = recipe.train.args.get("max_length")
+    length = int(asked or contract.get("max_length") or min(UNKNOWN_LENGTH, shape.context))
     setting = of_recipe(recipe, shape, gpus.count, length)
     if recomputed is not None:
         setting = Setting(**{**setting.__dict__, "recomputed": min(recomputed, shape.layers)})
-    origin = "train.args.max_length" if recipe.train.args.get("max_length") else "the longest row"
+    origin = "train.args.max_length" if asked else "the longest row"
     if origin == "the longest row" and not contract:
         origin = "assumed: prepare will know"
     mine = choose.option(shape, setting, gpus)
@@ -74,7 +91,8 @@ def make(run: Run, gpus: Gpus, recomputed: int | None = None) -> Plan:
         merged=node.merged(shape, setting),
         served=cache.served(shape, gpus, recipe.serve.vllm),
         step=step,
-        steps=_steps(run, setting),
+        steps=_steps(run, setting, length),
+        length=length,
     )
 
 
@@ -100,7 +118,7 @@ def _cached(name: str) -> list[Path]:
     return sorted(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json")) if "/" in name else []
 
 
-def _steps(run: Run, setting: Setting) -> int | None:
+def _steps(run: Run, setting: Setting, length: int) -> int | None:
     """Optimizer steps of the whole training; None where the data has not been counted."""
     args = run.recipe.train.args
     if int(args.get("max_steps") or -1) > 0:
@@ -110,6 +128,6 @@ def _steps(run: Run, setting: Setting) -> int | None:
         return None
     rows = data["rows"]
     if args.get("packing"):
-        rows = -(-int(data["tokens"]) // setting.sequence)
-    each = setting.batch * setting.ranks * setting.accumulation
+        rows = -(-int(data["tokens"]) // length)
+    each = int(args.get("per_device_train_batch_size") or 8) * setting.ranks * setting.accumulation
     return max(1, round(-(-rows // each) * float(args.get("num_train_epochs") or 3)))

@@ -21,8 +21,8 @@ class Setting:
 
     loss: "chunked" (TRL's default: 256 tokens at a time), "whole" (all logits at once, loss_type nll) or "fused"
     (Liger). fused: Liger's RMSNorm and SwiGLU as well. recomputed: how many layers, the first ones, recompute their
-    activations. paired: preference pairs, two rows for each. upcast: PEFT's prepare_model_for_kbit_training was
-    called, which Wherry does not do.
+    activations. padded: attention gets a mask. paired: preference pairs, two rows for each. upcast: PEFT's
+    prepare_model_for_kbit_training was called, which Wherry does not do.
     """
 
     tuning: str
@@ -95,13 +95,20 @@ def of_recipe(recipe: Recipe, shape: Shape, ranks: int, max_length: int) -> Sett
     sharded = train.sharding == "zero3"
     fused = bool(args.get("use_liger_kernel"))
     batch = _count(args, "per_device_train_batch_size", 8)
+    length = _count(args, "max_length", max_length)
+    # TRL lays a batch without padding end to end; SDPA then needs a mask of all its tokens to keep rows apart.
+    flat = bool(args.get("padding_free")) or (
+        bool(args.get("packing")) and str(args.get("packing_strategy", "bfd")).startswith("bfd")
+    )
+    if flat:
+        batch, length = 1, batch * length
     paired = train.objective == "dpo"
     loss = "whole" if paired else {"nll": "whole", "dft": "whole"}.get(str(args.get("loss_type")), "chunked")
     return Setting(
         tuning=train.tuning,
         sharded=sharded,
         ranks=ranks,
-        sequence=_count(args, "max_length", max_length),
+        sequence=length,
         batch=batch,
         recomputed=shape.layers if args.get("gradient_checkpointing", True) else 0,
         # TRL keeps a quantised model's adapter in bfloat16, and one under ZeRO-3; PEFT makes any other float32.
@@ -110,7 +117,7 @@ def of_recipe(recipe: Recipe, shape: Shape, ranks: int, max_length: int) -> Sett
         fused=fused,
         loss="fused" if fused else loss,
         paired=paired,
-        padded=(paired or batch > 1) and not args.get("packing") and not args.get("padding_free"),
+        padded=flat or ((paired or batch > 1) and not args.get("packing")),
         dropout=bool(train.lora.get("lora_dropout")),
         optimizer=str(args.get("optim", "adamw_torch_fused")),
         lora_rank=int(train.lora.get("r", 16)),

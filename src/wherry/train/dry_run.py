@@ -45,7 +45,8 @@ def dry_run(run: Run, rank: Rank, steps: int) -> list[dict[str, Any]]:
         if split:
             sharding.require(network, rank, "at load", whole_allowed=run.recipe.train.tuning == "qlora")
         clock = Clock()
-        rows = _rows(run, plan, rank.world_size * steps)
+        each = args.per_device_train_batch_size * args.gradient_accumulation_steps * rank.world_size
+        rows = _rows(run, plan, steps * each)
         with config.library_refusals("train"):
             trainer = objective.trainer_class(run.recipe.train.objective)(
                 model=network,
@@ -95,7 +96,7 @@ def as_text(plan: made.Plan, found: list[dict[str, Any]]) -> str:
 
 def _shortened(run: Run, plan: made.Plan, steps: int) -> Run:
     """The run with a recipe that takes `steps` steps, saves and evaluates nothing, and knows its rows' length."""
-    values = {"max_steps": steps, "max_length": plan.setting.sequence, "save_strategy": "no", "eval_strategy": "no"}
+    values = {"max_steps": steps, "max_length": plan.length, "save_strategy": "no", "eval_strategy": "no"}
     values |= {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
     args = {name: value for name, value in run.recipe.train.args.items() if name not in ("save_steps", "eval_steps")}
     train = run.recipe.train.model_copy(update={"args": args | values})
@@ -103,18 +104,17 @@ def _shortened(run: Run, plan: made.Plan, steps: int) -> Run:
     return Run(run.name, replace(run.resolved, recipe=recipe))
 
 
-def _rows(run: Run, plan: made.Plan, steps: int) -> Any:
-    """Random rows for so many steps of one rank; of full length, but one of two a token shorter where batches pad."""
+def _rows(run: Run, plan: made.Plan, count: int) -> Any:
+    """So many random rows, of full length; one of two is a token shorter where batches pad."""
     import numpy as np
     from datasets import Dataset
 
-    setting, draw = plan.setting, np.random.default_rng(0)
-    count = steps * setting.batch * setting.accumulation
+    draw = np.random.default_rng(0)
 
     def ids(length: int) -> list[int]:
         return draw.integers(0, plan.shape.vocab, length).tolist()
 
-    lengths = [setting.sequence - (i % 2 if setting.padded else 0) for i in range(count)]
+    lengths = [plan.length - (i % 2 if plan.setting.padded else 0) for i in range(count)]
     if run.recipe.train.objective == "dpo":
         half = [length // 2 for length in lengths]
         rows = [(ids(n), ids(whole - n), ids(whole - n)) for n, whole in zip(half, lengths, strict=True)]
