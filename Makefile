@@ -56,6 +56,7 @@ plan:
 	$(call RUN_MODE,$@)
 
 include containers/image.mk
+include tests/bench/bench.mk
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 .PHONY: test test-unit test-integration test-gpu lint

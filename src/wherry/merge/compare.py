@@ -12,7 +12,7 @@ from typing import Any
 from wherry import cli
 from wherry.errors import Exit, WherryError
 from wherry.files import write_json
-from wherry.merge import model
+from wherry.merge import model, stream
 from wherry.merge.journal import Attempt
 from wherry.rundir import Run
 from wherry.safetensors_file import checkpoint
@@ -90,7 +90,7 @@ def _load(folder: Path, run: Run, **options: Any) -> Any:
 def _merged(run: Run, base: str, folder: Path) -> Any:
     cli.say(f"compare: the adapter merged into {base}")
     parts = model.planned(run, base)
-    with Attempt(folder / "model", plan="compare") as attempt:
+    with stream.single_threaded_torch(), Attempt(folder / "model", plan="compare") as attempt:
         model.write_files(attempt, run, parts)
         attempt.finish()
     return _load(folder / "model", run)

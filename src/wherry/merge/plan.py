@@ -343,13 +343,20 @@ def _refuse_coded(name: str, dtype: str, path: Path) -> None:
 
 def _refuse_unmatched(adapter: Adapter, plain: dict[str, Target], base: Checkpoint, experts: dict[str, str]) -> None:
     for name, key in adapter.keys.items():
-        if name not in plain and name.removesuffix(".weight") not in experts:
-            like = closest(name, plain)
+        if name in plain or name.removesuffix(".weight") in experts:
+            continue
+        if adapter.config.target_parameters and ".lora_" in key:
             raise unfit(
-                f"adapter tensor {key} belongs to no tensor of the base" + (f"; the nearest is {like}" if like else ""),
+                f"adapter tensor {key} belongs to a parameter that the base keeps in a form that merge does not know",
                 f"{adapter.path}, {base.folder}",
-                "the adapter was trained on another model, or on another version of it",
+                "merge knows experts that the checkpoint keeps one by one: train without target_parameters",
             )
+        like = closest(name, plain)
+        raise unfit(
+            f"adapter tensor {key} belongs to no tensor of the base" + (f"; the nearest is {like}" if like else ""),
+            f"{adapter.path}, {base.folder}",
+            "the adapter was trained on another model, or on another version of it",
+        )
 
 
 def _check_all_used(adapter: Adapter, targets: dict[str, Target]) -> None:

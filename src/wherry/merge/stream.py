@@ -14,6 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,6 +185,19 @@ def header(entries: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: d
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+@contextmanager
+def single_threaded_torch() -> Iterator[None]:
+    """Several pieces are worked on at once: torch's own threads would only be in each other's way."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def write(shards: list[Shard], finished: Callable[[Shard, str], object], progress: Progress) -> None:
