@@ -12,7 +12,8 @@ queue() {
   local jobs
   jobs=$(awk '{ print $2 }' "${file}" 2>/dev/null | sort -nu | paste -sd,) || return 0
   if [[ -z ${jobs} ]] || ! type -P squeue >/dev/null; then return 0; fi
-  timeout 20 squeue --noheader --states=all --jobs="${jobs}" --format='%A|%T %r, ran %M of %l, on %R' 2>/dev/null || true
+  timeout 20 squeue --noheader --states=all --jobs="${jobs}" --format='%A|%T %r, ran %M of %l, on %R' 2>/dev/null |
+    sed 's/ None,/,/' || true
 }
 
 mode=$1
