@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import os
 import sys
 from collections.abc import Callable
 from enum import IntEnum
+from pathlib import Path
 
 
 class Exit(IntEnum):
@@ -88,5 +91,22 @@ def run(main: Callable[[], int | None]) -> int:
         known = translate(error)
         if known is None:
             raise
-        print(f"\n{known}" if sys.stderr.isatty() else known, file=sys.stderr)
+        if not _said_by_another_rank(known):
+            print(f"\n{known}" if sys.stderr.isatty() else known, file=sys.stderr)
         return int(known.code)
+
+
+def _said_by_another_rank(error: WherryError) -> bool:
+    """Whether another rank of this attempt has the same mistake: the log needs it once, not from each of 24 ranks.
+
+    WHERRY_EXITS: a folder of the attempt that all ranks see (slurm/multinode.sh).
+    """
+    folder = os.environ.get("WHERRY_EXITS")
+    if not folder or "RANK" not in os.environ:
+        return False
+    mistake = hashlib.sha256(f"{error.what}\n{error.fix}".encode()).hexdigest()[:16]
+    try:
+        (Path(folder) / f"said-{mistake}").touch(exist_ok=False)
+    except OSError as reason:
+        return reason.errno == errno.EEXIST
+    return False

@@ -146,8 +146,9 @@ def test_a_mistake_is_three_lines_without_a_traceback(site: Site) -> None:
     job = site.jobs("typo")["train"]
     assert job.wait(timeout=300) == "FAILED"
     assert job.exit_code == 2, job.log
-    assert "error: " in job.log
-    assert "learning_rate" in job.log
+    said = [line for line in job.log.splitlines() if line.startswith(("error:", "where:", "fix:"))]
+    assert len(said) == 3, job.log
+    assert "learning_rate" in said[2]
     assert "Traceback" not in job.log
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from wherry import ranks
-from wherry.errors import Exit, WherryError
+from wherry.errors import Exit, WherryError, run
 
 RANK = ranks.Rank(rank=9, local_rank=1, world_size=16, local_world_size=8)
 
@@ -47,3 +47,22 @@ def test_on_the_cpu_nothing_is_asked_of_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("WHERRY_DEVICE", "cpu")
     ranks.check(RANK)
+
+
+def test_a_mistake_that_all_ranks_make_is_said_once(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("WHERRY_EXITS", str(tmp_path))
+
+    def of_rank(number, what):
+        monkeypatch.setenv("RANK", str(number))
+
+        def fail():
+            raise WherryError(what, f"rank {number}", "do this", Exit.PREFLIGHT)
+
+        assert run(fail) == Exit.PREFLIGHT
+        return capsys.readouterr().err
+
+    assert of_rank(0, "one thing").splitlines()[1] == "where: rank 0"
+    assert of_rank(1, "one thing") == ""
+    assert "where: rank 2" in of_rank(2, "another thing")
+    monkeypatch.setenv("WHERRY_EXITS", str(tmp_path / "gone"))
+    assert "where: rank 3" in of_rank(3, "one thing")
