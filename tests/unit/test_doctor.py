@@ -195,6 +195,12 @@ def busy_port(job):
     job.env["MASTER_PORT"] = str(holder.getsockname()[1])
 
 
+def one_cpu(job):
+    env(SLURM_JOB_ID="1", SLURM_NTASKS_PER_NODE="1")(job)
+    job.monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    job.monkeypatch.setattr(os, "cpu_count", lambda: 128)
+
+
 def limit(**values):
     def inject(job):
         job.monkeypatch.setattr(node, "limits", lambda: {"memlock": -1, "nofile": 1 << 20} | values)
@@ -410,6 +416,7 @@ FAULTS = {
         "fail",
         "--ipc=host",
     ),
+    "one CPU for the step": (one_cpu, "node.cpus", "fail", "srun --cpus-per-task"),
     "slow scratch": (
         lambda job: job.monkeypatch.setattr(node, "write_speed", lambda folder: 2e7),
         "node.scratch",
@@ -505,6 +512,7 @@ ALSO = {
     "a task sees one GPU": {"script.tasks"},
     "no room for checkpoints": {"merge.space"},
     "little memory": {"recipe.staged"},
+    "one CPU for the step": {"recipe.staged"},
     "group with little memory": {"recipe.staged", "node.memory"},
 }
 
