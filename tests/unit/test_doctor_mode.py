@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from wherry import ranks
+from wherry import doctor, ranks
 from wherry.doctor import network, table
 from wherry.doctor.check import CHECKS, Check, Result, made, passed
 from wherry.doctor.context import Context
@@ -233,6 +233,20 @@ def test_ranks_that_do_not_meet(tmp_path):
     assert found["network.allreduce"].status == "fail"
     assert "network.interface" in found["network.allreduce"].fix
     assert found["network.transport"].status == "skip"
+
+
+def test_every_node_speaks_for_itself_where_ranks_do_not_meet(monkeypatch, capsys):
+    for name, value in {"RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(network, "meet", lambda context, mine, log: network.Met(error="timed out", results=mine))
+    assert doctor.main([]) == Exit.PREFLIGHT
+    out = capsys.readouterr().out
+    assert "FAIL network.allreduce" in out
+    assert "the 16 ranks did not meet within 60 s: timed out" in out
+    assert "node.shm" in out
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert doctor.main([]) == Exit.PREFLIGHT
+    assert capsys.readouterr().out == ""
 
 
 def test_sockets_in_silence(tmp_path):

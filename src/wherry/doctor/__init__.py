@@ -38,9 +38,11 @@ def main(arguments: list[str]) -> int:
     context, trouble = context_of(options)
     results = [Result("recipe.read", v.status, v.found, v.fix, context.node) for v in trouble if context.rank.is_main]
     results += results_of(CHECKS, context)
+    speaks = context.rank.is_main
     if not context.rank.alone:
-        results = _together(context, results)
-    if context.rank.is_main:
+        results, met = _together(context, results)
+        speaks |= not met and context.rank.local_rank == 0
+    if speaks:
         text = json.dumps([one.as_json() for one in results], indent=1) if options.json else table.as_text(results)
         print(text, flush=True)
     return Exit.PREFLIGHT if any(result.status == "fail" for result in results) else Exit.DONE
@@ -93,11 +95,11 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(own)
 
 
-def _together(context: Any, mine: list[Any]) -> list[Any]:
-    """All ranks' results, with those of what they did together. Where they cannot meet, each has its own."""
+def _together(context: Any, mine: list[Any]) -> tuple[list[Any], bool]:
+    """All ranks' results, with those of what they did together. Where they do not meet, each has its own, and False."""
     from wherry.doctor import network
     from wherry.plan import gpus
 
     with tempfile.TemporaryDirectory() as folder, _stdout_to_stderr():
         met = network.meet(context, mine, Path(folder) / "nccl")
-    return met.results + network.group_results(context, met, context.gpus or gpus.here())
+    return met.results + network.group_results(context, met, context.gpus or gpus.here()), not met.error

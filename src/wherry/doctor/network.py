@@ -210,8 +210,8 @@ WORDS = {
 
 
 def group_results(context: Context, met: Met, gpus: Gpus) -> list[Result]:
-    """The verdicts on what all ranks did together; the first rank speaks."""
-    if not context.rank.is_main:
+    """The verdicts on what all ranks did together; the first rank speaks, and where they did not meet, each."""
+    if not context.rank.is_main and not met.error:
         return []
     verdicts = {
         "network.allreduce": allreduce(context, met, gpus),

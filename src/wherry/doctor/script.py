@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from wherry.doctor.check import Verdict, check, fail, passed, skip, warn
 from wherry.doctor.context import Context
@@ -14,10 +15,13 @@ CLIENT = re.compile(r"https?://|\b(curl|wget|python3?|inspect|lm[_-]eval|eval)\b
 RESTARTS = 4  # slurm/train.sh: WHERRY_MAX_RESTARTS
 
 
-def look(name: str):  # type: ignore[no-untyped-def]
+Look = Callable[[JobScript, Context], Verdict]
+
+
+def look(name: str) -> Callable[[Look], Look]:
     """Register a check of a job script; it is skipped where none is given."""
 
-    def register(function):  # type: ignore[no-untyped-def]
+    def register(function: Look) -> Look:
         def one(context: Context) -> Verdict:
             return function(context.script, context) if context.script else skip(NONE)
 
