@@ -10,6 +10,7 @@ One process, on a machine with a network (a login node); every later mode runs o
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from wherry.cli import open_run, parser, say
@@ -32,13 +33,14 @@ def main(arguments: list[str]) -> int:
 
 def prepare(run: Run, record: dict[str, Any]) -> None:
     from wherry.prepare import tokens
-    from wherry.prepare.source import stage_model
+    from wherry.prepare.source import identity, stage_model
     from wherry.prepare.tokenise import Counted
 
     folder, recipe = run.dir("prepare"), run.recipe
     model = folder / "model"
     source = stage_model(recipe.model, model)
     tokenizer = tokens.load_tokenizer(model, recipe)
+    added = _add_tokens(tokenizer, recipe.model.add_tokens, model)
     context = tokens.context_length(model)
     asked = recipe.train.args.get("max_length")
     if asked is not None and not (isinstance(asked, int) and 0 < asked <= context):
@@ -48,9 +50,9 @@ def prepare(run: Run, record: dict[str, Any]) -> None:
             f"give a number of tokens up to {context}",
         )
 
-    counted = Counted(stops=tokens.stop_ids(model))
+    counted = Counted(stops=tokens.stop_ids(model), rows_of_embedding=tokens.embedding_rows(model))
     _tokenise(run, recipe.data.train, "train", tokenizer, asked or context, counted)
-    held_out = Counted(stops=counted.stops)
+    held_out = Counted(stops=counted.stops, rows_of_embedding=counted.rows_of_embedding)
     if recipe.data.eval:
         _tokenise(run, recipe.data.eval, "eval", tokenizer, asked or context, held_out)
 
@@ -63,8 +65,22 @@ def prepare(run: Run, record: dict[str, Any]) -> None:
     tokens.check_contract(made)
     tokens.save_tokenizer(tokenizer, counted.stops, model, folder / "tokenizer")
     record["data"] = _report(run, counted, max_length)
-    run.update_manifest(contract=made, model=source)
+    run.update_manifest(contract=made | {"added_token_ids": added}, model=source | identity(model))
     say(f"prepared: {folder}")
+
+
+def _add_tokens(tokenizer: Any, texts: list[str], model: Path) -> list[int]:
+    """Ids of tokens that the model has never seen; its embedding has a row for each of them afterwards."""
+    from wherry.prepare.grow import grow
+    from wherry.prepare.tokens import embedding_rows
+
+    new = [text for text in texts if text not in tokenizer.get_vocab()]
+    if not new:
+        return []
+    tokenizer.add_special_tokens({"additional_special_tokens": new}, replace_extra_special_tokens=False)
+    if len(tokenizer) > embedding_rows(model):
+        grow(model, len(tokenizer))
+    return sorted(tokenizer.convert_tokens_to_ids(new))
 
 
 def _tokenise(run: Run, source: str, name: str, tokenizer: Any, limit: int, counted: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,22 @@ def stage_model(model: Model, target: Path) -> dict[str, Any]:
         )
     if not (target / "config.json").is_file():
         raise WherryError("config.json is missing", str(target.resolve()), "download the model again", Exit.PREFLIGHT)
-    whole = checkpoint(target)
-    return source | {"bytes": whole.total_size, "files": len(whole.files), "fingerprint": fingerprint(whole.files)}
+    checkpoint(target)
+    return source
+
+
+def identity(folder: Path) -> dict[str, Any]:
+    """What tells this model from another: bytes of its tensors, number of files, fingerprint."""
+    whole = checkpoint(folder)
+    return {"bytes": whole.total_size, "files": len(whole.files), "fingerprint": fingerprint(whole.files)}
 
 
 def _link(folder: Path, target: Path) -> dict[str, Any]:
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_symlink():
         target.unlink()
+    elif target.is_dir():  # of an attempt that gave the embedding more rows
+        shutil.rmtree(target)
     target.symlink_to(folder.resolve(), target_is_directory=True)
     return {"path": str(folder.resolve())}
 

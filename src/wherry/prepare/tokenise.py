@@ -22,9 +22,10 @@ T = TypeVar("T")
 
 @dataclass
 class Counted:
-    """What tokenising saw. lengths: tokens of every row kept."""
+    """What tokenising saw. lengths: tokens of every row kept; ids must be below rows_of_embedding."""
 
     stops: list[int]
+    rows_of_embedding: int = 1 << 31
     lengths: array.array[int] = field(default_factory=lambda: array.array("I"))
     learned_tokens: int = 0
     largest_id: int = 0
@@ -155,6 +156,13 @@ def _encode(batch: list[Example], tokenizer: Any, counted: Counted) -> Iterator[
         if isinstance(example, Completion) and (not ids or ids[-1] != tokenizer.eos_token_id):
             ids, labels = [*ids, tokenizer.eos_token_id], [*labels, tokenizer.eos_token_id]
         counted.skipped_turns += text.skipped_turns
+        if ids and max(ids) >= counted.rows_of_embedding:
+            raise WherryError(
+                f"token {tokenizer.convert_ids_to_tokens(max(ids))!r} is id {max(ids)}, the model's embedding has "
+                f"{counted.rows_of_embedding} rows",
+                example.where,
+                "use the tokenizer that belongs to the model, or name the token in model.add_tokens",
+            )
         learned = [label for label in labels if label != IGNORED]
         if not learned:
             raise WherryError("nothing to learn in the row: its answer has no tokens", example.where, "remove it")

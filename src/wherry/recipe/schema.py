@@ -16,6 +16,8 @@ class Model(Section):
     """A local folder (config.json and safetensors), a GGUF file, or a Hugging Face hub id."""
     revision: str | None = None
     """Branch, tag or commit of a hub id; prepare records the commit."""
+    add_tokens: list[str] = Field(default_factory=list)
+    """Special tokens for the tokenizer. The embedding grows where it has no rows for them; LoRA trains these rows."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust it by name."""
 

@@ -62,8 +62,9 @@ def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
     saved = run.dir("train") / "checkpoints"
     resume = checkpoints.newest_complete(saved)
     reshaped = world.changed(resume, rank.world_size)
-    args = config.training_args(run, universal=reshaped)
-    adapter = config.lora_config(run.recipe.train)
+    added = model.added_tokens(run) if run.recipe.train.tuning != "full" else {}
+    args = config.training_args(run, universal=reshaped, head_rows=len(added) > 1)
+    adapter = config.lora_config(run.recipe.train, added)
     model.check_contract(run)
     set_seed(args.seed)  # before PEFT draws the adapter's first weights; the trainer does so only afterwards
     network = model.load(run, rank)

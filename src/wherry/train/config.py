@@ -34,8 +34,10 @@ ZERO3: dict[str, Any] = {
 }
 
 
-def training_args(run: Run, universal: bool = False) -> Any:
-    """trl.SFTConfig or trl.DPOConfig; universal: the checkpoint to go on from is one (world.py).
+def training_args(run: Run, universal: bool = False, head_rows: bool = False) -> Any:
+    """trl.SFTConfig or trl.DPOConfig.
+
+    universal: the checkpoint to go on from is one (world.py); head_rows: rows of the output head are trained.
 
     Raises WherryError (exit 2) with TRL's own words where it refuses a value.
     """
@@ -53,6 +55,16 @@ def training_args(run: Run, universal: bool = False) -> Any:
         # Ranks on a CPU would be on "cpu:0", for which torch.load restores no optimizer.
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
         args |= {"use_cpu": True, "dataloader_pin_memory": False}
+    if head_rows:
+        # Losses that never hold all logits read the head's weight itself, past the rows that PEFT trains beside it.
+        if args.get("use_liger_kernel") or args.get("loss_type", "nll") == "chunked_nll":
+            raise WherryError(
+                "the rows of added tokens in the output head would not be trained by this loss",
+                "train.args",
+                "remove use_liger_kernel and loss_type, or model.add_tokens",
+            )
+        if objective == "sft":
+            args.setdefault("loss_type", "nll")
     if objective == "sft" and not args.get("packing"):
         # Nothing is left to do: rows are tokenised, masked and short enough.
         args["dataset_kwargs"] = {"skip_prepare_dataset": True}
@@ -60,13 +72,19 @@ def training_args(run: Run, universal: bool = False) -> Any:
     return _checked("train.args", config_class, output_dir=str(run.dir("train") / "checkpoints"), **args)
 
 
-def lora_config(train: Train) -> Any:
-    """peft.LoraConfig, or None for train.tuning: full."""
+def lora_config(train: Train, added: dict[str, list[int]] | None = None) -> Any:
+    """peft.LoraConfig, or None for train.tuning: full.
+
+    added: by module, ids of tokens that the model has never seen. Their rows are trained, each by itself, unless the
+    recipe says what becomes of the embedding.
+    """
     from peft import LoraConfig
 
     if train.tuning == "full":
         return None
     values = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"} | train.lora
+    if added and not values.keys() & {"trainable_token_indices", "modules_to_save"}:
+        values["trainable_token_indices"] = added
     return _checked("train.lora", LoraConfig, task_type="CAUSAL_LM", **values)
 
 

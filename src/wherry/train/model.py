@@ -62,6 +62,14 @@ def dataset(run: Run, name: str) -> Any:
     return Dataset.from_file(str(run.dir("prepare") / f"{name}.arrow"))
 
 
+def added_tokens(run: Run) -> dict[str, list[int]]:
+    """By module with a row for each token: the rows that no training has seen yet (model.add_tokens)."""
+    from wherry.prepare.grow import token_modules
+
+    ids = run.manifest()["contract"].get("added_token_ids")
+    return dict.fromkeys(token_modules(checkpoint(run.dir("prepare") / "model")), ids) if ids else {}
+
+
 def check_contract(run: Run) -> None:
     """Raises WherryError (exit 3) where the model or tokenizer is not the one that prepare saw."""
     from transformers import AutoTokenizer
