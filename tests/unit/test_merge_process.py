@@ -87,6 +87,23 @@ def test_killed_half_way_it_goes_on(ready: tuple[Path, list[str]], capfd: pytest
     assert "is complete" in capfd.readouterr().err
 
 
+def test_a_line_of_the_journal_that_was_cut_short(tmp_path: Path) -> None:
+    final = tmp_path / "model"
+    for cut, name in ((True, "a"), (False, "b")):
+        with pytest.raises(KeyboardInterrupt), Attempt(final, "plan") as attempt:
+            (attempt.folder / name).write_text("whole")
+            attempt.record(attempt.folder / name, "sha256 of it")
+            if cut:
+                with attempt.path.open("a") as journal:
+                    journal.write('["c", 5, "sha')
+            raise KeyboardInterrupt
+    with Attempt(final, "plan") as attempt:
+        assert attempt.done.keys() == {"a", "b"}
+    with Attempt(final, "another plan") as attempt:
+        assert not attempt.done
+        assert not list(attempt.folder.iterdir())
+
+
 def test_what_was_written_for_another_adapter_is_thrown_away(ready: tuple[Path, list[str]]) -> None:
     run, arguments = ready
     assert process(KILLED, *arguments).returncode == -signal.SIGKILL

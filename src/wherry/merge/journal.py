@@ -57,14 +57,17 @@ class Attempt:
     def _read(self) -> None:
         """Shards that count: recorded for the same plan, and of the size that was recorded."""
         self._journal.seek(0)
-        first, *lines = self._journal.read().splitlines() or [""]
+        text = self._journal.read()
+        if not text.endswith("\n"):  # a kill came within a line
+            self._append("")
+        first, *lines = text.splitlines() or [""]
         if first != self.plan:
             return
         for line in lines:
             try:
                 name, size, digest = json.loads(line)
-            except ValueError:  # the line at which a kill came
-                break
+            except ValueError:
+                continue
             path = self.folder / name
             if path.is_file() and path.stat().st_size == size:
                 self.done[name] = digest

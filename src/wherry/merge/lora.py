@@ -99,7 +99,7 @@ class Lora:
             part.copy_(total)
 
     def deltas(self, begin: int, end: int, width: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """(from, to, scaling · B·A) for some rows at a time; the tensor is overwritten by the next one."""
+        """(from, to, scaling · B·A) for some rows at a time."""
         a, b = self.a.value(), self.b.value()
         step = max(1, STRIDE // width // TILE) * TILE
         for low in range(begin, end, step):
