@@ -44,7 +44,7 @@ include slurm/slurm.mk
 prepare: ## fetch and check model and data       (RECIPE=… RUN=… ARGS='key=value …'; on a cluster SITE=… NODES=…)
 doctor: $(if $(CLUSTER),,setup) ## whether this machine, and a job of slurm/train.sh, would work  (RECIPE=… RUN=… ARGS='--gpus 3x8xH100-80')
 	$(if $(CLUSTER),slurm/here.sh doctor $(JOB_WORDS),$(call RUN_MODE,doctor)) --script=slurm/train.sh
-plan: setup ## whether it fits the GPUs, and what would (ARGS='--gpus 3x8xH100-80')
+plan: $(if $(CLUSTER),,setup) ## whether it fits the GPUs, and what would (ARGS='--gpus 3x8xH100-80')
 train: ## tune the prepared model
 merge: ## put the adapter into the base weights
 serve: ## run vLLM behind the readiness gate
@@ -53,7 +53,7 @@ report: ## what a run did
 prepare train merge serve eval report: $(if $(CLUSTER),,setup)
 	$(call $(if $(CLUSTER),RUN_AS_JOB,RUN_MODE),$@)
 plan:
-	$(call RUN_MODE,$@)
+	$(if $(CLUSTER),slurm/here.sh plan $(JOB_WORDS),$(call RUN_MODE,$@))
 
 include containers/image.mk
 include tests/bench/bench.mk
