@@ -32,7 +32,7 @@ split_words() {
     case ${previous},${word} in
       --run,* | *,--run=*) run=${word#--run=} ;;
       --recipe,* | *,--recipe=*) recipe=${word#--recipe=} ;;
-      --model,* | --port,* | --timeout,* | --steps,* | --gpus,* | --script,* | --sbatch,* | *,-* | *,*=* | *,*.sh) ;;
+      --model,* | --port,* | --timeout,* | --steps,* | --gpus,* | --explain,* | --recompute-layers,* | --svg,* | --script,* | --sbatch,* | *,-* | *,*=* | *,*.sh) ;;
       *)
         [[ -z ${given} ]] || die 2 "two recipes: ${given} and ${word}" "command line" "give one"
         given=${word} recipe=${word}
