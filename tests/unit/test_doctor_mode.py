@@ -279,6 +279,17 @@ def test_clocks_and_images_that_differ(tmp_path):
     assert "WHERRY_SIF" in found["network.image"].fix
 
 
+def test_an_image_is_told_by_its_own_labels_and_not_by_what_the_job_says(tmp_path):
+    seen = set()
+    for date in ("Monday", "Tuesday", "Tuesday"):
+        root = tmp_path / date
+        (root / ".singularity.d").mkdir(parents=True, exist_ok=True)
+        (root / ".singularity.d/labels.json").write_text(json.dumps({"org.label-schema.build-date": date}))
+        seen.add(network.image_here(Context(ranks.Rank(0, 0, 2, 1), {"WHERRY_IMAGE": "wherry.sif 1"}, root)))
+    assert len(seen) == 2
+    assert network.image_here(Context(ranks.Rank(0, 0, 2, 1), {"WHERRY_IMAGE": "docker 1"}, tmp_path)) == "docker 1"
+
+
 def test_what_nccls_log_says_of_its_transport(tmp_path):
     (tmp_path / "nccl.host.1").write_text(
         "host:1:2 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB\n"

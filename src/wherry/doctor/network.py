@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import os
 import re
 import socket
@@ -162,7 +163,7 @@ def meet(context: Context, mine: list[Result], log: Path) -> Met:
         bandwidth = _bandwidth(torch, dist, on_gpu)
         dist.barrier()
         fact = {"node": context.node, "rank": context.rank.rank, "time": time.time(), "transport": transport(log)}
-        fact |= {"image": context.env.get("WHERRY_IMAGE"), "revision": context.env.get("WHERRY_REVISION")}
+        fact |= {"image": image_here(context), "revision": context.env.get("WHERRY_REVISION")}
         everyone: list[Any] = [None] * context.rank.world_size
         dist.all_gather_object(everyone, (fact, mine))
         dist.destroy_process_group()
@@ -279,6 +280,16 @@ def clocks(met: Met) -> Verdict:
             "tell the site (NTP): munge and time-limited credentials fail, logs do not fit together",
         )
     return passed(f"within {skew:.2g} s")
+
+
+def image_here(context: Context) -> str | None:
+    """What tells this node's image from another build: its labels, which hold the time it was built.
+
+    WHERRY_IMAGE comes from the batch shell and is the same on every node, whatever each one runs.
+    """
+    if labels := context.text("/.singularity.d/labels.json"):
+        return "labels " + hashlib.sha256(labels.encode()).hexdigest()[:12]
+    return context.env.get("WHERRY_IMAGE")
 
 
 def image(met: Met) -> Verdict:
