@@ -51,7 +51,7 @@ configure() {
   local track=linuxproc task=none
   if [[ ${CONSTRAINED} == yes ]]; then track=cgroup task=cgroup; fi
   printf '%s\n' CgroupPlugin=cgroup/v1 ConstrainDevices=yes >"${CLUSTER}/cgroup.conf"
-  # cred_expire: a requeued job starts again after seconds instead of two minutes. config_overrides: two cores pose as 64.
+  # Jobs of the partition "urgent" preempt others, after a grace period. cred_expire: a requeued job starts again after seconds instead of two minutes. config_overrides: two cores pose as 64.
   cat >"${SLURM_CONF}" <<CONF
 ClusterName=${CLUSTER##*/}
 SlurmctldHost=$(hostname -s)($(address 254))
@@ -79,7 +79,10 @@ KillWait=5
 MinJobAge=3600
 SchedulerParameters=sched_min_interval=100000,bf_interval=1
 GresTypes=gpu
-PartitionName=main Nodes=ALL Default=YES
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES GraceTime=30
+PartitionName=urgent Nodes=ALL PriorityTier=2
 CONF
   for ((i = 1; i <= NODES; i++)); do
     echo "NodeName=n${i} NodeAddr=$(address "${i}") Port=$((PORT + i)) CPUs=${CPUS} RealMemory=64000 Gres=gpu:${GPUS}"
@@ -157,7 +160,7 @@ end() {
   rm -f "$1"
 }
 
-idle() { (enter login timeout 5 sinfo -h -N -t idle -o %N 2>/dev/null) | wc -l; }
+idle() { (enter login timeout 5 sinfo -h -N -t idle -o %N 2>/dev/null) | sort -u | wc -l; }
 
 start() {
   local i

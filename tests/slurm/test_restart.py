@@ -37,8 +37,18 @@ def test_restarts_are_counted_and_end(training):
     assert_no_step_lost_or_repeated(job, job.steps()[-1][1])
 
 
+def test_a_preempted_job_saves_waits_and_goes_on(training):
+    """By a job of a partition with priority, with a grace period of 30 s."""
+    job = training("-N3", "--gpus-per-node=1", STEPS="40", STEP_SECONDS="0.3")
+    job.wait_for_step(3)
+    urgent = job.cluster.sbatch("--partition=urgent", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
+    assert urgent.wait(timeout=120) == "COMPLETED"
+    assert job.wait("COMPLETED", "FAILED", "PREEMPTED", timeout=120) == "COMPLETED", job.log
+    assert_no_step_lost_or_repeated(job, 40)
+    assert int(job.show()["Restarts"]) >= 1
+
+
 def test_sigterm_saves_and_queues_again(training):
-    """What a preemption with a grace period sends."""
     job = training(*TWO, STEPS="40", STEP_SECONDS="0.3")
     job.wait_for_step(3)
     job.cluster.user("scancel", "--batch", "--signal=TERM", job.id)
