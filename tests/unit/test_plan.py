@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from wherry.plan import activations, cache, choose, gpus, known, memory, speed
+from wherry.plan import activations, cache, choose, gpus, known, memory, node, speed
 from wherry.plan.setting import Setting
 from wherry.plan.shapes import Shape, of_config
 
@@ -25,6 +25,15 @@ def recipe(tmp_path, runs):
         "serve: {vllm: {max_model_len: 8192, tensor_parallel_size: 4}}\n"
     )
     return path
+
+
+def test_the_first_node_gathers_what_is_trained():
+    shape, cluster = known.find(R1), gpus.parse("3x8xH100-80")
+
+    def host(tuning):
+        return node.host(shape, Setting(tuning, True, 24, 4096, 1, 80), cluster).size / GIB
+
+    assert host("full") - host("lora") == pytest.approx(131.4 - 0.4, abs=0.2)
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------

@@ -39,3 +39,7 @@ def llama_70b() -> Checkpoint:
 )
 def test_a_70b_model(tuning, gib):
     assert weight_bytes(llama_70b(), tuning) / 2**30 == pytest.approx(gib, rel=0.01)
+
+
+def test_split_weights_of_full_tuning_are_bfloat16():
+    assert weight_bytes(llama_70b(), "full", split=True) == weight_bytes(llama_70b(), "lora")

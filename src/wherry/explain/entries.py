@@ -102,7 +102,7 @@ CHECKS: tuple[Entry, ...] = (
     ),
     Entry(
         "plan.host",
-        "The first node has the memory for its ranks and, with ZeRO-3, for the 16-bit model of every checkpoint.",
+        "The first node has the memory for its ranks and for what ZeRO-3 gathers at a checkpoint.",
         "Nodes with more memory, `--mem=0`, or train.sharding=none where the model fits a GPU.",
     ),
     Entry("plan.disk", "Checkpoints fit the run directory's file system.", "Free space, or lower save_total_limit."),

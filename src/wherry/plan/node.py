@@ -15,15 +15,15 @@ def host(shape: Shape, setting: Setting, gpus: Gpus) -> Part:
     """Memory of the node that needs most of it, the first.
 
     Weights are read through mmap: pages of files, which the kernel takes back, are not counted. Under ZeRO-3 every
-    checkpoint gathers the whole 16-bit model in the first rank's memory, for LoRA as well (accelerate's
-    get_state_dict leaves no parameter out).
+    checkpoint gathers what is trained in the first rank's memory, in 16 bits: for full tuning that is the whole model
+    (frozen weights pass layer by layer and are left out: transformers asks DeepSpeed for exclude_frozen_parameters).
     """
     ranks = min(setting.ranks, gpus.per_node)
     tensor = 2.0 * max(shape.vocab * shape.hidden, shape.inner * shape.hidden)
     loading = READ_AHEAD * tensor * (1 if setting.sharded else ranks)
-    gathered = 2.0 * shape.parameters if setting.sharded else 0.0
+    gathered = 2.0 * setting.trainable(shape) if setting.sharded else 0.0
     how = f"{ranks} ranks × {PROCESS >> 30} GiB"
-    how += f" + {gathered / 2**30:.1f} GiB: the 16-bit model, gathered for each checkpoint" if gathered else ""
+    how += f" + {gathered / 2**30:.1f} GiB: what is trained, gathered for each checkpoint" if gathered else ""
     how += f" + {loading / 2**30:.1f} GiB: {READ_AHEAD} of the largest tensors at a time"
     return Part(ranks * PROCESS + gathered + loading, how)
 

@@ -20,15 +20,18 @@ ROOM = 1 << 30
 WHOLE = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 
 
-def weight_bytes(checkpoint: Checkpoint, tuning: str) -> int:
-    """Bytes of the base model's weights as training holds them: bfloat16, NF4 (qlora) or float32 (full)."""
-    total = 0.0
+def weight_bytes(checkpoint: Checkpoint, tuning: str, split: bool = False) -> int:
+    """Bytes of the base model's weights as training holds them: bfloat16, NF4 (qlora) or float32 (full).
+
+    split: by ZeRO-3, which keeps full tuning's weights in bfloat16 beside a float32 copy of the optimizer.
+    """
+    full, total = 2 if split else 4, 0.0
     for name, (_, info) in checkpoint.tensors.items():
         count = 1
         for length in info.shape:
             count *= length
         quantised = len(info.shape) == 2 and not any(part in WHOLE for part in name.split("."))
-        total += count * {"lora": 2, "full": 4, "qlora": NF4 if quantised else 2}[tuning]
+        total += count * {"lora": 2, "full": full, "qlora": NF4 if quantised else 2}[tuning]
     return int(total)
 
 
@@ -39,7 +42,7 @@ def require(checkpoint: Checkpoint, tuning: str, parts: int, device: Any) -> Non
     """
     import torch
 
-    needed = weight_bytes(checkpoint, tuning) // parts
+    needed = weight_bytes(checkpoint, tuning, split=parts > 1) // parts
     free, total = torch.cuda.mem_get_info(device)
     if needed + ROOM > free:
         raise WherryError(
