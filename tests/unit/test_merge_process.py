@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -20,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from wherry import errors, files, merge
 from wherry.errors import Exit, WherryError
 from wherry.merge import model, plan, stream, verify
+from wherry.merge.direct import BUFFER_BYTES, DirectFile
 from wherry.merge.journal import Attempt
 from wherry.merge.model import MANIFEST
 from wherry.rundir import Run
@@ -338,6 +341,34 @@ def test_files_are_aligned_in_order_and_whole_when_they_are_told_of(tmp_path: Pa
         assert read.metadata == {"format": "pt"}
         assert read.tensors["b"].begin % 8 == 0
         assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(shard.path).items())
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 4097])
+@pytest.mark.parametrize("where", ["past the cache", "without O_DIRECT", "with O_DIRECT in name only"])
+def test_a_file_past_the_cache(tmp_path: Path, size: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom(size)
+    opened, written = os.open, os.write
+
+    def refuse(path: object, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT")
+        return opened(path, flags, *rest)
+
+    def stumble(file: int, block: memoryview) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not aligned")
+        return written(file, block)
+
+    if where == "without O_DIRECT":
+        monkeypatch.setattr(os, "open", refuse)
+    elif where == "with O_DIRECT in name only":
+        monkeypatch.setattr(os, "write", stumble)
+    file = DirectFile(tmp_path / "x")
+    for begin in range(0, size, 5_000_011):
+        file.write(memoryview(data)[begin : begin + 5_000_011])
+    file.close()
+    file.abandon()
+    assert (tmp_path / "x").read_bytes() == data
 
 
 def test_what_a_thread_raises_ends_the_writing(tmp_path: Path) -> None:

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wherry.errors import Exit, WherryError
+from wherry.merge.direct import DirectFile
 from wherry.safetensors_file import TensorInfo
 
 if TYPE_CHECKING:
     import torch
 
 PIECE_BYTES = 8 << 20  # what is read, computed and written at once
-FLUSH_BYTES = 64 << 20  # the disk is set to work while there is more to compute
 WORKERS = max(2, min(4, os.cpu_count() or 1))
 FLOATS = {
     "F64": "float64",
@@ -203,35 +203,33 @@ def single_threaded_torch() -> Iterator[None]:
 def write(shards: list[Shard], finished: Callable[[Shard, str], object], progress: Progress) -> None:
     """Write shards in their order, each one whole and on disk when finished(shard, its sha256) is called.
 
-    Several threads make pieces, one hashes, one flushes, this one writes. Only a few pieces exist at any time.
+    Several threads make pieces, one hashes, one ends files, this one writes. Only a few pieces exist at any time.
     Whatever a thread raises is raised here, and then nothing of it goes on.
     """
-    makers, hasher, flusher = ThreadPoolExecutor(WORKERS), ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    makers, hasher, ender = ThreadPoolExecutor(WORKERS), ThreadPoolExecutor(1), ThreadPoolExecutor(1)
     blocks = _in_order(makers, [piece for shard in shards for piece in shard.pieces])
     hashing: deque[Future[Any]] = deque()
-    flushing: deque[Future[Any]] = deque()
+    ending: deque[Future[Any]] = deque()
+    files = []
     try:
         for shard in shards:
-            file = shard.path.open("wb", buffering=0)
+            files.append(file := DirectFile(shard.path))
             digest = hashlib.sha256()
-            unflushed = 0
             for block in itertools.chain([memoryview(shard.header)], itertools.islice(blocks, len(shard.pieces))):
                 hashing.append(hasher.submit(digest.update, block))
-                _write_all(file.fileno(), block)
+                file.write(block)
                 progress(len(block))
-                unflushed += len(block)
-                if unflushed >= FLUSH_BYTES:
-                    flushing.append(flusher.submit(os.fdatasync, file.fileno()))
-                    unflushed = 0
                 _settle(hashing, at_most=WORKERS)
-                _settle(flushing)
+                _settle(ending)
             hashed = hasher.submit(digest.hexdigest)
-            flushing.append(flusher.submit(_finish, file, hashed, functools.partial(finished, shard)))
+            ending.append(ender.submit(_end, file, hashed, functools.partial(finished, shard)))
         _settle(hashing, at_most=0)
-        _settle(flushing, at_most=0)
+        _settle(ending, at_most=0)
     finally:
-        for pool in (makers, hasher, flusher):
+        for pool in (makers, hasher, ender):
             pool.shutdown(cancel_futures=True)
+        for file in files:
+            file.abandon()
 
 
 def _in_order(makers: ThreadPoolExecutor, pieces: list[Piece]) -> Iterator[memoryview]:
@@ -253,12 +251,6 @@ def _settle(asked: deque[Future[Any]], at_most: int | None = None) -> None:
         asked.popleft().result()
 
 
-def _finish(file: io.FileIO, hashed: Future[str], finished: Callable[[str], object]) -> None:
-    with file:
-        os.fsync(file.fileno())
+def _end(file: DirectFile, hashed: Future[str], finished: Callable[[str], object]) -> None:
+    file.close()
     finished(hashed.result())
-
-
-def _write_all(descriptor: int, block: memoryview) -> None:
-    while block:
-        block = block[os.write(descriptor, block) :]
