@@ -49,6 +49,7 @@ def wherry(*arguments):
 def test_what_is_allocated_is_what_was_planned(recipe, values):
     done = wherry("train", recipe, *values, "--dry-run")
     assert done.returncode == 0, done.stderr
+    print(done.stdout)
     planned, measured = map(float, re.search(r"allocated, GiB a GPU +([\d.]+) +([\d.]+)", done.stdout).groups())
     assert planned == pytest.approx(measured, rel=0.1), done.stdout
 
