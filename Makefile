@@ -67,7 +67,7 @@ test-unit: setup ## two minutes
 	$(PYTHON) -m pytest -n 2 tests/unit
 
 test-integration: setup $(MODEL) ## real bitsandbytes, TRL, DeepSpeed, vLLM and inspect-ai
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile tests/integration
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=12 tests/integration
 
 test-gpu: setup ## on a machine with an NVIDIA GPU
 	$(PYTHON) -m pytest -v -rs tests/gpu tests/integration/test_train.py
