@@ -107,4 +107,10 @@ def test_the_merged_model_says_in_vllm_what_base_and_adapter_say(runs, monkeypat
     items = [json.loads(row)["input"] for row in (ROOT / "recipes/demo/heldout.jsonl").read_text().splitlines()[:4]]
     prompts = [tokenizer.apply_chat_template(item, add_generation_prompt=True)["input_ids"] for item in items]
     expected = greedy.adapted(run.dir("prepare") / "model", run.dir("train") / "adapter", prompts, tokens=24)
-    assert greedy.served(run, prompts, tokens=24) == expected
+    end = tokenizer.eos_token_id
+
+    def answers(found):
+        """Up to the token that ends the turn: what comes after it was never learned, and near ties decide."""
+        return [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in found]
+
+    assert answers(greedy.served(run, prompts, tokens=24)) == answers(expected)

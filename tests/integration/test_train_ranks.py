@@ -151,6 +151,7 @@ def test_a_rank_that_hangs_ends_the_training_and_shows_where(recipe, runs, tmp_p
     assert code != 0
     assert "made no progress for 8 s after step 2" in err
     assert f"exitcode  : {int(Exit.STOPPED)}" in err
+    (runs / "tiny/train/stop-requested").touch()  # what torchrun's SIGTERM to the other rank may leave
     assert "stuck_here" in (runs / "tiny/train/hang/rank-1.txt").read_text()
     code, err = finish("train", recipe)
     assert code == 0, err
@@ -168,10 +169,10 @@ def test_a_model_loaded_before_the_configuration_is_refused(recipe, runs, tmp_pa
         "early = model.load\n"
         "class Early:\n"
         "    model = None\n"
-        "def load_first(run):\n"
+        "def load_first(run, **more):\n"
         "    from transformers import AutoModelForCausalLM\n"
         "    Early.model = AutoModelForCausalLM.from_pretrained(run.dir('prepare') / 'model')\n"
-        "    return late(run)\n"
+        "    return late(run, **more)\n"
         "config.training_args = load_first\n"
         "model.load = lambda run, rank: Early.model\n"
         "from wherry.__main__ import main\n"

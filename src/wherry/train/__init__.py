@@ -58,6 +58,9 @@ def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
     from wherry.train import checkpoints, config, model, objective, output, progress, sharding, world
     from wherry.train.watchdog import Watchdog
 
+    stop = progress.Stop(run.dir("train") / "stop-requested")
+    if rank.is_main:
+        stop.path.unlink(missing_ok=True)  # of an attempt that did not live to see it
     # The configuration exists before any weight is read: libraries shard by what they find when the model is loaded.
     saved = run.dir("train") / "checkpoints"
     resume = checkpoints.newest_complete(saved)
@@ -72,7 +75,6 @@ def train(run: Run, rank: ranks.Rank, record: dict[str, Any]) -> None:
     if split:
         sharding.require(network, rank, "at load", whole_allowed=run.recipe.train.tuning == "qlora")
     watchdog = Watchdog(run.dir("train") / "hang", run.recipe.train.hang_timeout, rank)
-    stop = progress.Stop(run.dir("train") / "stop-requested")
     if rank.is_main:
         checkpoints.set_aside_damaged(saved)
         if resume and reshaped and args.deepspeed:
