@@ -90,7 +90,7 @@ def _load(folder: Path, run: Run, **options: Any) -> Any:
 def _merged(run: Run, base: str, folder: Path) -> Any:
     cli.say(f"compare: the adapter merged into {base}")
     parts = model.planned(run, base)
-    with stream.single_threaded_torch(), Attempt(folder / "model", plan="compare") as attempt:
+    with stream.made_for_pieces(), Attempt(folder / "model", plan="compare") as attempt:
         model.write_files(attempt, run, parts)
         attempt.finish()
     return _load(folder / "model", run)

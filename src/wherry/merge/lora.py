@@ -7,6 +7,7 @@ LoRA: arXiv:2106.09685. Rank-stabilised: arXiv:2312.03732. DoRA: arXiv:2402.0935
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -100,12 +101,14 @@ class Lora:
 
     def deltas(self, begin: int, end: int, width: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(from, to, scaling · B·A) for some rows at a time."""
-        a, b = self.a.value(), self.b.value()
+        a, b, scaling = self.a.value(), self.b.value(), self.scaling
+        if math.frexp(scaling)[0] == 0.5:  # a power of two: exact wherever it is applied, and B is the smallest place
+            b, scaling = b * scaling, 1.0
         step = max(1, STRIDE // width // TILE) * TILE
         for low in range(begin, end, step):
             high = min(low + step, end)
             product = torch.mm(b, a[:, low:high]).T if self.across else torch.mm(b[low:high], a)
-            yield low, high, product.mul_(self.scaling)
+            yield low, high, product if scaling == 1.0 else product.mul_(scaling)
 
     def merge_bias(self, bias: torch.Tensor) -> None:
         assert self.bias is not None

@@ -46,7 +46,7 @@ def merge(run: Run) -> dict[str, Any]:
     record = {"tensors": len(targets), "merged": sum(t.changed for t in targets), "bytes": size, "inputs": inputs}
     if _has_its_name(run.dir("merge") / "model", inputs):
         return record
-    with stream.single_threaded_torch(), Attempt(run.dir("merge") / "model", _plan_hash(inputs, parts)) as attempt:
+    with stream.made_for_pieces(), Attempt(run.dir("merge") / "model", _plan_hash(inputs, parts)) as attempt:
         _require_space(attempt, parts, size)
         verify.finite(parts.adapter)
         try:

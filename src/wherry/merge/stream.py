@@ -5,6 +5,7 @@ Imports torch only where a tensor is made, so that mistakes in a recipe or an ad
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import io
@@ -187,11 +188,17 @@ def header(entries: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: d
     return len(text).to_bytes(8, "little") + text
 
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+
+
 @contextmanager
-def single_threaded_torch() -> Iterator[None]:
-    """Several pieces are worked on at once: torch's own threads would only be in each other's way."""
+def made_for_pieces() -> Iterator[None]:
+    """Torch with one thread, since several pieces are worked on at once; memory of a piece is kept for the next one."""
     import torch
 
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # else the kernel clears every new piece of memory
+        mallopt(M_MMAP_THRESHOLD, 4 * PIECE_BYTES)
+        mallopt(M_TRIM_THRESHOLD, 64 * PIECE_BYTES)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
